@@ -1,0 +1,1 @@
+"""Package extra_keys_cli."""

@@ -1,0 +1,1 @@
+"""Package protocol_v2."""
