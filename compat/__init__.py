@@ -1,1 +1,41 @@
-"""Package compat."""
+"""Everything about older schemas: v1 producers, v1 formats, and the calendar of their removal.
+
+`compat` imports `protocol_v2` and `keying`; neither of them imports `compat`.
+
+    deprecations     the warning, and the row that each entry point carries
+    producers        apply_mm_hashes_to_token_ids, mm_hash_to_token_values (deprecated)
+    v1               one module for each format of LMCache 0.5.x
+
+`REMOVALS` is the removal table: which entry point warns since which release, which release is without it, and what to
+use instead. Nothing is removed that did not warn first.
+"""
+
+from typing import Final
+
+from compat.deprecations import Deprecation as Deprecation
+from compat.deprecations import ExtraKeysDeprecationWarning as ExtraKeysDeprecationWarning
+from compat.deprecations import deprecation_of as deprecation_of
+from compat.errors import CompatError as CompatError
+from compat.errors import CompatTypeError as CompatTypeError
+from compat.errors import SpanError as SpanError
+from compat.errors import SpanTypeError as SpanTypeError
+from compat.producers import SpanHazardWarning as SpanHazardWarning
+from compat.producers import apply_mm_hashes_to_token_ids as apply_mm_hashes_to_token_ids
+from compat.producers import mm_hash_to_token_values as mm_hash_to_token_values
+
+REMOVALS: Final = tuple(deprecation_of(entry) for entry in (apply_mm_hashes_to_token_ids, mm_hash_to_token_values))
+"""The removal table."""
+
+__all__ = [
+    "REMOVALS",
+    "CompatError",
+    "CompatTypeError",
+    "Deprecation",
+    "ExtraKeysDeprecationWarning",
+    "SpanError",
+    "SpanHazardWarning",
+    "SpanTypeError",
+    "apply_mm_hashes_to_token_ids",
+    "deprecation_of",
+    "mm_hash_to_token_values",
+]
