@@ -213,7 +213,8 @@ class PartsCursor:
             self.steady_parts = None
         if self.steady_parts is None:
             self.steady_parts = tuple(sorted(self.steady))
-        varying = self._item_parts(start, stop)
+        items = self._item_parts(start, stop)
+        varying: list[bytes] = []
         place = self.next_lasting
         while place < len(lasting) and lasting[place].start < stop:
             varying.append(lasting[place].prefix + U64.pack(lasting[place].start - start))
@@ -222,19 +223,27 @@ class PartsCursor:
             varying += _embeds_parts(index.embeds, start, stop)
         if varying:
             self.same_until = stop
-            return tuple(sorted(self.steady + varying))
+            return tuple(sorted((*items, *self.steady, *varying)))
+        if items:  # kind 1 sorts before every other kind
+            self.same_until = stop
+            return (*items, *self.steady_parts)
         self.same_until = self._next_change(stop)
         return self.steady_parts
 
     def _item_parts(self, start: int, stop: int) -> list[bytes]:
         items = self.index.items
+        active = self.active
         while self.next_item < len(items) and items[self.next_item].offset < stop:
-            self.active.append(items[self.next_item])
+            active.append(items[self.next_item])
             self.next_item += 1
-        if not self.active:
+        if not active:
             return []
-        self.active = [item for item in self.active if item.stop > start]
-        return [item.prefix + I64.pack(item.offset - start) + item.suffix for item in self.active]
+        if any(item.stop <= start for item in active):
+            self.active = active = [item for item in active if item.stop > start]
+        parts = [item.prefix + I64.pack(item.offset - start) + item.suffix for item in active]
+        if len(parts) > 1:
+            parts.sort()
+        return parts
 
     def _next_change(self, stop: int) -> int:
         index = self.index
