@@ -1,0 +1,554 @@
+"""Requests and replies of wire protocol 2: one struct per message, bounds in the annotations.
+
+Structs that carry identity (keys, extra keys, shard) refuse unknown fields, since a dropped field is a lost identity; the
+others tolerate them, so that a later version may add one. Messages are maps with names; only extra keys and tensor
+descriptions are arrays, led by their kind or element type. Which struct stands for which code is a table per wire version.
+Source: docs/spec/wire-2.md, "Messages".
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from keying import DIGEST_SIZE, PartKind
+from protocol_v2.body import decode, encode, split_map
+from protocol_v2.codes import Code, ErrorCode, code_name
+from protocol_v2.errors import MAX_ERROR_TEXT, RemoteProtocolError
+from protocol_v2.tensors import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from protocol_v2.frames import Frame
+
+TOKEN_BYTES: Final = 4
+LEASE_BYTES: Final = 16
+MAX_CHUNKS: Final = 65_536
+MAX_TOKENS: Final = 2 * 1024 * 1024
+MAX_ITEMS: Final = 65_536 + 64 + 64 + 1
+MAX_POSITION: Final = 2**48
+
+Position: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
+NonEmptyText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
+SomeText: TypeAlias = Annotated[str, Meta(max_length=4096)]
+SessionId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+LeaseId: TypeAlias = Annotated[bytes, Meta(min_length=LEASE_BYTES, max_length=LEASE_BYTES)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
+U16: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
+U64: TypeAlias = Annotated[int, Meta(ge=0)]
+ChunkTensors: TypeAlias = Annotated[tuple[TensorMeta, ...], Meta(min_length=1, max_length=1024)]
+
+
+class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """An extra key: an array that begins with its kind in key schema 2. Values are hidden from `repr`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+
+class WireItem(_Part, frozen=True, tag=int(PartKind.MULTIMODAL)):
+    """A `keying.MultimodalItem`."""
+
+    identifier: NonEmptyText
+    offset: Position
+    length: Position
+
+
+class WireAdapter(_Part, frozen=True, tag=int(PartKind.LORA)):
+    """A `keying.LoraAdapter`."""
+
+    name: NonEmptyText
+    revision: SomeText
+    start: Position
+
+
+class WireSalt(_Part, frozen=True, tag=int(PartKind.SALT)):
+    """A `keying.CacheSalt`."""
+
+    value: NonEmptyText
+
+
+class WireEmbeds(_Part, frozen=True, tag=int(PartKind.EMBEDS)):
+    """A `keying.PromptEmbeds`."""
+
+    offset: Position
+    rows: bytes
+    row_bytes: Annotated[int, Meta(ge=1, lt=2**32)]
+    dtype: NonEmptyText
+
+
+class WireTag(_Part, frozen=True, tag=int(PartKind.TAG)):
+    """A `keying.Tag`."""
+
+    name: NonEmptyText
+    value: Annotated[bytes, Meta(max_length=4096)]
+    start: Position
+
+
+WireExtraKey: TypeAlias = WireItem | WireAdapter | WireSalt | WireEmbeds | WireTag
+KNOWN_KINDS: Final = frozenset(int(kind) for kind in PartKind)
+
+
+class Keys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The chunk keys of a prompt, from its first chunk on: as digests, or as what they are derived from.
+
+    Exactly one of `digests` and `tokens` is given; the others go with `tokens`.
+
+    Args:
+        digests: n x 32 bytes, n at most 65,536.
+        tokens: m x 4 bytes, little-endian u32, m at most 2,097,152.
+        extra_keys: what else the keys depend on.
+        partial_tail: the tail that fills no chunk is keyed too.
+    """
+
+    digests: Annotated[bytes, Meta(max_length=MAX_CHUNKS * DIGEST_SIZE)] | None = None
+    tokens: Annotated[bytes, Meta(max_length=MAX_TOKENS * TOKEN_BYTES)] | None = None
+    extra_keys: Annotated[tuple[WireExtraKey, ...], Meta(max_length=MAX_ITEMS)] = ()
+    partial_tail: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.digests is None) == (self.tokens is None):
+            raise ValueError("keys: wanted exactly one of digests and tokens")
+        if self.digests is not None:
+            if len(self.digests) % DIGEST_SIZE:
+                raise ValueError(f"keys.digests: got {len(self.digests)} bytes, wanted a multiple of {DIGEST_SIZE}")
+            if self.extra_keys or self.partial_tail:
+                raise ValueError("keys: extra_keys and partial_tail go with tokens; digests hold them already")
+        elif self.tokens is not None and len(self.tokens) % TOKEN_BYTES:
+            raise ValueError(f"keys.tokens: got {len(self.tokens)} bytes, wanted a multiple of {TOKEN_BYTES}")
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks named, or for tokens the most that there can be."""
+        if self.digests is not None:
+            return len(self.digests) // DIGEST_SIZE
+        return len(self.tokens or b"") // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        if self.digests is not None:
+            return f"Keys({len(self.digests) // DIGEST_SIZE} digests)"
+        return f"Keys({len(self.tokens or b'') // TOKEN_BYTES} tokens, {len(self.extra_keys)} extra keys)"
+
+
+class Shard(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which part of a chunk's value: the storage name's `w<world>r<rank>g<group>`.
+
+    Args:
+        world: shards of a value in each group, 1 to 65,535.
+        rank: which of them, below `world`.
+        group: KV group.
+    """
+
+    world: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1
+    rank: U16 = 0
+    group: U16 = 0
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world:
+            raise ValueError(f"shard: got rank {self.rank} of {self.world}, wanted a rank below the world size")
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """Base of all requests and replies."""
+
+    code: ClassVar[Code]
+
+    def payload_sizes(self) -> Iterator[int]:
+        """Bytes that each payload frame must have, in order; most messages have none."""
+        return iter(())
+
+    def answers(self, request: Message) -> bool:
+        """Whether a reply says no more than was asked; what a caller may rely on without looking."""
+        return request.code + 1 == self.code
+
+
+class LookupRequest(Message, frozen=True, kw_only=True):
+    """How many leading chunks does every shard hold?
+
+    Args:
+        session: the engine's request; bound to one identity by its first keyed message.
+        keys: chunks of the prompt, from the first on.
+        world: shards that a value has in each KV group.
+        groups: KV groups; a chunk is held if every rank of every group is.
+        lease: take a lease on the hit, so that it stays for the retrieve.
+    """
+
+    code: ClassVar[Code] = Code.LOOKUP
+    session: SessionId
+    keys: Keys
+    world: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1
+    groups: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1
+    lease: bool = True
+
+
+class LookupReply(Message, frozen=True, kw_only=True):
+    """The hit.
+
+    Args:
+        hit_chunks: leading chunks that every shard holds.
+        lease: names the hit in retrieve and release; None where none was asked for or nothing was hit.
+        lease_ms: how long the lease lasts from now.
+        miss: a `MissReason` for the first chunk that is not a hit (a number this version does not know stays one); None
+            where all were.
+    """
+
+    code: ClassVar[Code] = Code.LOOKUP_REPLY
+    hit_chunks: Count
+    lease: LeaseId | None = None
+    lease_ms: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
+    miss: U16 | None = None
+
+    def answers(self, request: Message) -> bool:
+        """No more chunks than there were keys."""
+        return isinstance(request, LookupRequest) and self.hit_chunks <= request.keys.max_chunks
+
+
+class RetrieveRequest(Message, frozen=True, kw_only=True):
+    """Tensors of the chunks [first, first + count) of a lease, for one shard."""
+
+    code: ClassVar[Code] = Code.RETRIEVE
+    lease: LeaseId
+    first: Count = 0
+    count: Positive
+    shard: Shard = Shard()
+
+
+class RetrieveReply(Message, frozen=True, kw_only=True):
+    """What was really delivered: a prefix of the range.
+
+    The payload is chunk-major: all tensors of the first chunk, then of the second.
+
+    Args:
+        count: chunks delivered.
+        starts: prompt position of each chunk's first token.
+        n_tokens: tokens of each chunk.
+        tensors: descriptions of one chunk's tensors: one list for all chunks, or one for each.
+        miss: a `MissReason` for the first chunk of the range that was not delivered; None where all were.
+    """
+
+    code: ClassVar[Code] = Code.RETRIEVE_REPLY
+    count: Count
+    starts: Annotated[tuple[Position, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    n_tokens: Annotated[tuple[Positive, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    tensors: Annotated[tuple[ChunkTensors, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    miss: U16 | None = None
+
+    def __post_init__(self) -> None:
+        _check_chunks(self.count, self.starts, self.n_tokens, self.tensors)
+
+    def payload_sizes(self) -> Iterator[int]:
+        """Bytes of each frame."""
+        return _sizes(self.count, self.tensors)
+
+    def answers(self, request: Message) -> bool:
+        """No more chunks than were asked for."""
+        return isinstance(request, RetrieveRequest) and self.count <= request.count
+
+
+class StoreRequest(Message, frozen=True, kw_only=True):
+    """Tensors of the chunks [first, first + len(n_tokens)) of a prompt, from one shard.
+
+    Args:
+        session: as in `LookupRequest`.
+        keys: chunks of the prompt, from the first on, at least as far as the range.
+        first: index of the first chunk that is stored.
+        starts: prompt position of each stored chunk's first token.
+        n_tokens: tokens of each stored chunk.
+        shard: whose tensors these are.
+        tensors: as in `RetrieveReply`.
+    """
+
+    code: ClassVar[Code] = Code.STORE
+    session: SessionId
+    keys: Keys
+    first: Count = 0
+    starts: Annotated[tuple[Position, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    n_tokens: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    shard: Shard = Shard()
+    tensors: Annotated[tuple[ChunkTensors, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+
+    def __post_init__(self) -> None:
+        _check_chunks(len(self.n_tokens), self.starts, self.n_tokens, self.tensors)
+
+    def payload_sizes(self) -> Iterator[int]:
+        """Bytes of each frame."""
+        return _sizes(len(self.n_tokens), self.tensors)
+
+
+class StoreReply(Message, frozen=True, kw_only=True):
+    """What became of the chunks; the three counts add up to those sent.
+
+    Args:
+        stored: now visible.
+        present: had been there already.
+        declined: not kept, for want of room; not an error.
+    """
+
+    code: ClassVar[Code] = Code.STORE_REPLY
+    stored: Count
+    present: Count = 0
+    declined: Count = 0
+
+    def answers(self, request: Message) -> bool:
+        """As many chunks as were sent."""
+        return isinstance(request, StoreRequest) and self.stored + self.present + self.declined == len(request.n_tokens)
+
+
+class PrefetchRequest(Message, frozen=True, kw_only=True):
+    """Bring chunks from slower tiers into memory, without waiting for them. Fields as in `LookupRequest`."""
+
+    code: ClassVar[Code] = Code.PREFETCH
+    session: SessionId
+    keys: Keys
+    world: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1
+    groups: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1
+
+
+class PrefetchReply(Message, frozen=True, kw_only=True):
+    """Chunks under way, and leading chunks that are in memory already."""
+
+    code: ClassVar[Code] = Code.PREFETCH_REPLY
+    accepted: Count
+    resident: Count = 0
+
+
+class ReleaseRequest(Message, frozen=True, kw_only=True):
+    """Give back the chunks [first, first + count) of a lease; all from `first` on where count is None. Idempotent."""
+
+    code: ClassVar[Code] = Code.RELEASE
+    lease: LeaseId
+    first: Count = 0
+    count: Count | None = None
+
+
+class ReleaseReply(Message, frozen=True, kw_only=True):
+    """Chunks that this request gave back; 0 for a lease that is not known (any more)."""
+
+    code: ClassVar[Code] = Code.RELEASE_REPLY
+    released: Count
+
+
+class EndSessionRequest(Message, frozen=True, kw_only=True):
+    """The engine's request is over: its session and its leases end. Idempotent."""
+
+    code: ClassVar[Code] = Code.END_SESSION
+    session: SessionId
+
+
+class EndSessionReply(Message, frozen=True, kw_only=True):
+    """Whether there was such a session."""
+
+    code: ClassVar[Code] = Code.END_SESSION_REPLY
+    known: bool
+
+
+class PingRequest(Message, frozen=True, kw_only=True):
+    """Is the loop that does the work alive?"""
+
+    code: ClassVar[Code] = Code.PING
+
+
+class PingReply(Message, frozen=True, kw_only=True):
+    """Said by the loop that does the work.
+
+    Args:
+        boot: the server's boot id; another one than the welcome's ends the session.
+        uptime_ms: since the server started.
+        loop_lag_us: how late the loop last was.
+    """
+
+    code: ClassVar[Code] = Code.PING_REPLY
+    boot: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    uptime_ms: U64 = 0
+    loop_lag_us: U64 = 0
+
+
+class StatusRequest(Message, frozen=True, kw_only=True):
+    """Facts for people and tools."""
+
+    code: ClassVar[Code] = Code.STATUS
+
+
+class StatusReply(Message, frozen=True, kw_only=True):
+    """Facts by dotted name, such as `tier.memory.bytes`; which there are is the server's to say."""
+
+    code: ClassVar[Code] = Code.STATUS_REPLY
+    status: Annotated[dict[str, int | float | str | bool | None], Meta(max_length=4096)]
+
+
+class ClearRequest(Message, frozen=True, kw_only=True):
+    """Forget entries that are not leased: of the session's space (`space`), or all (`all`)."""
+
+    code: ClassVar[Code] = Code.CLEAR
+    scope: Annotated[str, Meta(pattern="^(space|all)$", max_length=16)]
+
+
+class ClearReply(Message, frozen=True, kw_only=True):
+    """What was forgotten."""
+
+    code: ClassVar[Code] = Code.CLEAR_REPLY
+    objects: U64
+    bytes: U64 = 0
+
+
+class ErrorReply(Message, frozen=True, kw_only=True):
+    """A request failed.
+
+    Args:
+        error: an `ErrorCode`, or a number that this version does not know.
+        message: one sentence for people, without secrets.
+        retriable: the same request may succeed later.
+    """
+
+    code: ClassVar[Code] = Code.ERROR
+    error: U16
+    message: Annotated[str, Meta(max_length=MAX_ERROR_TEXT)] = ""
+    retriable: bool = False
+
+
+Request: TypeAlias = (
+    LookupRequest
+    | RetrieveRequest
+    | StoreRequest
+    | PrefetchRequest
+    | ReleaseRequest
+    | EndSessionRequest
+    | PingRequest
+    | StatusRequest
+    | ClearRequest
+)
+Reply: TypeAlias = (
+    LookupReply
+    | RetrieveReply
+    | StoreReply
+    | PrefetchReply
+    | ReleaseReply
+    | EndSessionReply
+    | PingReply
+    | StatusReply
+    | ClearReply
+)
+
+_WIRE_2: Final[tuple[type[Message], ...]] = (
+    ErrorReply,
+    LookupRequest,
+    LookupReply,
+    RetrieveRequest,
+    RetrieveReply,
+    StoreRequest,
+    StoreReply,
+    PrefetchRequest,
+    PrefetchReply,
+    ReleaseRequest,
+    ReleaseReply,
+    EndSessionRequest,
+    EndSessionReply,
+    PingRequest,
+    PingReply,
+    StatusRequest,
+    StatusReply,
+    ClearRequest,
+    ClearReply,
+)
+
+MESSAGES: Final[Mapping[int, Mapping[int, type[Message]]]] = MappingProxyType(
+    {2: MappingProxyType({int(message.code): message for message in _WIRE_2})}
+)
+"""wire version -> code -> struct. A shape that changes is a new struct in a new row, never an edited one."""
+
+_decoders: Final = {
+    message: msgspec.msgpack.Decoder(message) for table in MESSAGES.values() for message in table.values()
+}
+_KEYED: Final = frozenset({LookupRequest, StoreRequest, PrefetchRequest})
+_STRICT_MAPS: Final = ("keys", "shard")
+
+
+class _LooseKeys(Struct):
+    extra_keys: tuple[msgspec.Raw, ...] = ()
+
+
+class _LooseKeyed(Struct):
+    keys: _LooseKeys
+
+
+_loose_keyed_decoder: Final = msgspec.msgpack.Decoder(_LooseKeyed)
+_kind_decoder: Final = msgspec.msgpack.Decoder(tuple[int, ...])
+
+
+def encode_message(message: Message) -> bytes:
+    """The body of a message.
+
+    Raises:
+        LocalProtocolError: a value that cannot be encoded.
+    """
+    return encode(message)
+
+
+def decode_message(code: int, body: Frame, *, wire: int) -> Message:
+    """The message that a body holds, under an agreed wire version.
+
+    Raises:
+        RemoteProtocolError: `UNKNOWN_CODE`, `UNKNOWN_KIND` (of an extra key) or `MALFORMED`.
+    """
+    struct = MESSAGES[wire].get(code)
+    if struct is None:
+        raise RemoteProtocolError(ErrorCode.UNKNOWN_CODE, f"code: got {code}, which wire {wire} does not have")
+    what = code_name(code)
+    entries = split_map(body, what)
+    for name in _STRICT_MAPS:
+        if name in struct.__struct_fields__ and name in entries:
+            split_map(memoryview(entries[name]), f"{what}.{name}")
+    try:
+        return decode(body, _decoders[struct], what)
+    except RemoteProtocolError:
+        if struct in _KEYED:
+            _name_unknown_kind(body)
+        raise
+
+
+def _name_unknown_kind(body: Frame) -> None:
+    """Say so if what made a body unreadable is an extra key of a kind that this version does not have."""
+    try:
+        raws = decode(body, _loose_keyed_decoder, "keys").keys.extra_keys
+    except RemoteProtocolError:
+        return
+    for place, raw in enumerate(raws):
+        kind = _leading_kind(raw)
+        if kind is not None and kind not in KNOWN_KINDS:
+            raise RemoteProtocolError(
+                ErrorCode.UNKNOWN_KIND,
+                f"keys.extra_keys[{place}]: kind {kind} is none that this version derives keys with",
+            )
+
+
+def _leading_kind(raw: msgspec.Raw) -> int | None:
+    """The integer that an extra key's array begins with."""
+    data = memoryview(raw)
+    if len(data) < 2 or not 0x91 <= data[0] <= 0x9F:  # noqa: PLR2004  (a fixarray of at least one element)
+        return None
+    kind, width = data[1], {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(data[1], 0)
+    if width:
+        return int.from_bytes(data[2 : 2 + width], "big")
+    return kind if kind < 0x80 else None  # noqa: PLR2004  (a positive fixint)
+
+
+def _check_chunks(
+    count: int, starts: tuple[int, ...], n_tokens: tuple[int, ...], tensors: tuple[tuple[TensorMeta, ...], ...]
+) -> None:
+    if len(starts) != count or len(n_tokens) != count:
+        raise ValueError(f"chunks: got {len(starts)} starts and {len(n_tokens)} n_tokens, wanted {count} of each")
+    if len(tensors) not in {min(count, 1), count}:
+        raise ValueError(f"tensors: got {len(tensors)} lists, wanted one for all {count} chunks or one for each")
+
+
+def _sizes(count: int, tensors: tuple[tuple[TensorMeta, ...], ...]) -> Iterator[int]:
+    if not tensors:
+        return
+    for chunk in range(count):
+        for meta in tensors[0] if len(tensors) == 1 else tensors[chunk]:
+            yield meta.nbytes
