@@ -119,13 +119,13 @@ def main(
         return
     console = Console()
     for title, rows in figures.items():
-        floor = next(iter(rows.values()))
+        base = next(iter(rows.values()))
         table = Table("what", "ms", "x floor", title=f"{tokens:,} tokens, {title}")
         for name, seconds in rows.items():
             if "decode steps" in name:
                 table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / steps * 1e6:.2f} us a step")
             else:
-                table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / floor:.2f}")
+                table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / base:.2f}")
         console.print(table)
 
 
