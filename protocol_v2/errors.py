@@ -1,9 +1,9 @@
 """Everything that `protocol_v2` refuses or fails with, by type.
 
-One base, `ProtocolError`. Inside, code raises `LocalProtocolError` when it was misused; what a peer did wrong leaves the
-one receive entry point (`Connection.receive_frames`) as `RemoteProtocolError`, with the code to send back. The rest is
-what a request can end in. `retriable` says whether the same request may succeed later. Messages name what was got, what
-was wanted and what to do; they never contain a salt, a token, a key list or a payload.
+One base, `ProtocolError`. Inside, code raises `LocalProtocolError` when it was misused; what a peer did wrong leaves
+the one receive entry point (`Connection.receive_frames`) as `RemoteProtocolError`, with the code to send back. The rest
+is what a request can end in. `retriable` says whether the same request may succeed later. Messages name what was got,
+what was wanted and what to do; they never contain a salt, a token, a key list or a payload.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ A message is a ZMQ multipart:
 The prelude is 24 bytes, little-endian, and frozen for ever:
 
     0   u16     code          `codes.Code`
-    2   u16     flags         low byte: a receiver that does not know a bit refuses the message; high byte: may be ignored
+    2   u16     flags         low byte: a receiver refuses a bit that it does not know; high byte: may be ignored
     4   u32     deadline      milliseconds the sender will wait; 0 is none; replies carry 0
     8   u64     id            chosen by the client, repeated by the reply
-    16  8 bytes transcript    first bytes of the session's transcript digest; zeros in hello, welcome and refusal
+    16  8 bytes transcript    first bytes of the session's transcript digest; zeros in hello, welcome, refusal
 
-The body is one msgpack map. So an id can be read where the body cannot, and an error reply can be addressed. Frame count
-and sizes are checked before anything is parsed. Source: docs/spec/wire-2.md, "Frames".
+The body is one msgpack map. So an id can be read where the body cannot, and an error reply can be addressed. Frame
+count and sizes are checked before anything is parsed. Source: docs/spec/wire-2.md, "Frames".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hello, welcome, refusal: the three messages whose layout is frozen for ever.
 
-Every version there will be can decode them, so they only ever grow by new names in the map: unknown names are tolerated,
-and the welcome echoes them, so that nothing is dropped in silence. Two things are not tolerated because they would change
-what was agreed: an unknown field inside `space` (it is part of the identity) and inside `floor` (a requirement that the
-reader could not keep).
+Every version there will be can decode them, so they only ever grow by new names in the map: unknown names are
+tolerated, and the welcome echoes them, so that nothing is dropped in silence. Two things are not tolerated because they
+would change what was agreed: an unknown field inside `space` (it is part of the identity) and inside `floor` (a
+requirement that the reader could not keep).
 
 The transcript digest binds both sides to the exact bytes of both headers:
 
@@ -38,7 +38,7 @@ MAX_NAME_TEXT: Final = 128
 
 MAX_DIFFERENCES: Final = 16
 MAX_SHOWN: Final = 256
-"""Differences that an answer states, and characters of each text in them: a refusal must fit its cap, whatever was asked."""
+"""Differences that an answer states, and characters of each text in them: so it fits its cap, whatever was asked."""
 
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=MAX_NAMES)]
@@ -297,18 +297,16 @@ def _check_space(raw: msgspec.Raw | None) -> None:
         entries = split_map(memoryview(raw), "space")
         if "attributes" in entries:
             split_map(memoryview(entries["attributes"]), "space.attributes")
-        unknown = [name for name in entries if name not in SpaceFields.__struct_fields__]
-        if unknown:
-            raise HandshakeError(
-                RefusalCode.SPACE_INVALID,
-                f"space: has a field that this version does not know ({unknown[0][:64]!r}), so its keys would differ",
-                field=f"space.{unknown[0]}",
-            )
-        decode(memoryview(raw), _space_decoder, "space")
-    except HandshakeError:
-        raise
+        for name in entries:
+            if name not in SpaceFields.__struct_fields__:
+                fault = f"space: has a field that this version does not know ({name[:64]!r}), so its keys would differ"
+                break
+        else:
+            decode(memoryview(raw), _space_decoder, "space")
+            return
     except RemoteProtocolError as error:
-        raise HandshakeError(RefusalCode.SPACE_INVALID, str(error), field="space") from None
+        name, fault = "", str(error)
+    raise HandshakeError(RefusalCode.SPACE_INVALID, fault, field=f"space.{name}".rstrip("."))
 
 
 def _check_floor(raw: msgspec.Raw | None) -> None:

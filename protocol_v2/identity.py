@@ -1,8 +1,8 @@
 """Spaces, extra keys and tokens: between their form on the wire and `keying`'s types.
 
 Whatever comes in is made a `keying` value again, whose constructor checks every bound, so the server trusts no peer's
-validation. Keys have one derivation, `keying.chunk_keys`: a request by digests and one by tokens and extra keys name the
-same chunks. Source: docs/spec/wire-2.md, "Keys".
+validation. Keys have one derivation, `keying.chunk_keys`: a request by digests and one by tokens and extra keys name
+the same chunks. Source: docs/spec/wire-2.md, "Keys".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keying import (
 from protocol_v2.codes import ErrorCode, RefusalCode
 from protocol_v2.errors import HandshakeError, LocalProtocolError, RemoteProtocolError
 from protocol_v2.hello import MAX_NAMES, SpaceFields
-from protocol_v2.messages import (
+from protocol_v2.wire_keys import (
     MAX_CHUNKS,
     MAX_TOKENS,
     TOKEN_BYTES,

@@ -1,9 +1,9 @@
 """What two peers agree on: pure functions over what each can do and what each accepts.
 
 `negotiate` picks the highest wire version and the highest key schema that both have and both floors allow, and the
-features that both have. It never guesses: no common number, or a required feature that is missing, is a disagreement.
-Reserved (grease) numbers and features are announced and never chosen. `answer_hello` adds the space and makes the frozen
-answer. Source: docs/spec/wire-2.md, "Negotiation".
+features that both have. It never guesses: no common number, or a required feature missing, is a disagreement. Reserved
+(grease) numbers and features are announced and never chosen. `answer_hello` adds the space and makes the frozen answer.
+Source: docs/spec/wire-2.md, "Negotiation".
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def answer_hello(hello: HelloReceived, terms: ServerTerms, known_spaces: Iterabl
             hello,
             terms,
             RefusalCode.SPACE_MISMATCH,
-            f"this server serves {len(terms.expected_spaces)} spaces, and the nearest differs in {len(differences)} fields",
+            f"pinned to {len(terms.expected_spaces)} space(s), the nearest differs in {len(differences)} field(s)",
             field=f"space.{first}"[:MAX_SHOWN],
             differences=differences[:MAX_DIFFERENCES],
         )

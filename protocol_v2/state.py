@@ -14,9 +14,9 @@ what we may do and what we accept from the peer are judged by the same rules (`c
     ERROR     a rule of this table was broken. For good: make a new connection.
 
 STALE is a message of a session that is not this one. It changes nothing: the receiver answers `SESSION_UNKNOWN`, and it
-is that answer which, to the side that asked, is a LOSS. Messages that answer nothing that is pending never get here; they
-are dropped by id. Nor do messages whose bytes cannot be read: each costs itself only. An unlisted pair breaks the protocol
-and ends in ERROR. Source: docs/spec/wire-2.md, "States", whose diagram is made from this table.
+is that answer which, to the side that asked, is a LOSS. Messages that answer nothing that is pending never get here;
+they are dropped by id. Nor do messages whose bytes cannot be read: each costs itself only. An unlisted pair breaks the
+protocol and ends in ERROR. Source: docs/spec/wire-2.md, "States", whose diagram is made from this table.
 """
 
 from __future__ import annotations
