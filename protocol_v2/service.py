@@ -4,8 +4,8 @@ Messages go in by `receive`, answers are taken out by `take_outgoing`. Work that
 anywhere, and settled by `finish`; the rest happens on the one loop that calls these methods, and never blocks. One bad
 message costs one request: an error reply where an id can be read, a counter where not.
 
-A peer is one transport identity. Leases and sessions belong to it and end with it: when it says a new hello, when it has
-been silent for too long, or when the server closes.
+A peer is one transport identity. Leases and sessions belong to it and end with it: when it says a new hello, when it
+has been silent for too long, or when the server closes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import msgspec
-
+from protocol_v2.capability import answer_probe, is_probe
 from protocol_v2.codes import ErrorCode, RefusalCode
 from protocol_v2.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from protocol_v2.events import (
@@ -87,11 +86,6 @@ MAX_SPACES: Final = 4096
 TICK_SECONDS: Final = 0.1
 MAINTENANCE_SECONDS: Final = 1.0
 FRAME_SLACK: Final = 1 << 20
-
-GET_EXPERIMENTAL: Final = b"\x20"
-"""Operation 32 of LMCache 0.5.5 and 0.5.6, the one question that its servers answer about what they can."""
-
-CAPABILITIES: Final = ("extra_keys/2",)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,9 +220,8 @@ class CacheService:
 
     def _receive_foreign(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """A v1 client's probe is answered; anything else is counted and dropped, as a v1 server drops it."""
-        if len(frames) == 2 and bytes(frames[1]) == GET_EXPERIMENTAL and _is_v1_uid(frames[0]):
-            answer = msgspec.msgpack.encode(CAPABILITIES)
-            self._outgoing.append((identity, [bytes(frames[0]), GET_EXPERIMENTAL, answer]))
+        if is_probe(frames):
+            self._outgoing.append((identity, answer_probe(frames)))
             return
         self.counters.foreign += 1
 
@@ -502,13 +495,6 @@ def _n_full(chunks: Chunks) -> int:
     if chunks.keys is None:
         return len(chunks.digests)
     return sum(key.stop - key.start == chunks.chunk_size for key in chunks.keys)
-
-
-def _is_v1_uid(frame: Frame) -> bool:
-    try:
-        return isinstance(msgspec.msgpack.decode(frame), int)
-    except (msgspec.MsgspecError, RecursionError):
-        return False
 
 
 def _storage_shard(shard: WireShard) -> Shard:
