@@ -133,6 +133,8 @@ class CacheService:
         self._next_maintenance = started
         self._lag = 0.0
         self.counters = ServiceCounters()
+        self.facts = self.status(started)
+        """Status as of the last maintenance: replaced, never changed, so any thread may read it."""
 
     @property
     def max_frame_bytes(self) -> int:
@@ -195,6 +197,7 @@ class CacheService:
             self._next_maintenance = now + MAINTENANCE_SECONDS
             for task in self._cache.maintain(now):
                 self._background(task, now)
+            self.facts = self.status(now)
 
     def note_lag(self, seconds: float) -> None:
         """How late the loop last was."""
