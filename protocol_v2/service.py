@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from protocol_v2.capability import answer_probe, is_probe
 from protocol_v2.codes import ErrorCode, RefusalCode
@@ -59,7 +59,7 @@ from protocol_v2.storage.objects import Envelope
 from protocol_v2.tensors import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from keying import KeySpace
     from protocol_v2.cache import ChunkCache
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from protocol_v2.identity import Chunks
     from protocol_v2.messages import Reply
     from protocol_v2.outcomes import Retrieved
+    from protocol_v2.status import Fact
     from protocol_v2.wire_keys import Shard as WireShard
     from protocol_v2.work import Task
 
@@ -101,6 +102,32 @@ class Job:
             task.run()
 
 
+class ForeignFront(Protocol):
+    """Another protocol on the same port, injected by the caller. Driven by the loop like the service itself."""
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What the answer to a v1 probe lists beside our own."""
+
+    def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
+        """Take one multipart message that is none of this protocol; it never raises for what a peer sends."""
+
+    def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
+        """Messages to send, with the identity of the peer each goes to."""
+
+    def take_jobs(self) -> list[Job]:
+        """Jobs to run; each comes back by its ``then``."""
+
+    def tick(self, now: float) -> None:
+        """Let time pass; called about ten times a second."""
+
+    def facts(self) -> Mapping[str, Fact]:
+        """Facts for the status; names begin with ``v1.``."""
+
+    def close(self, now: float) -> None:
+        """End all sessions of this front; the cache is closed afterwards by the service."""
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     identity: bytes
@@ -117,13 +144,23 @@ class CacheService:
         terms: what the server says of itself.
         started: seconds, monotonic.
         max_peers: sessions that stand at one time.
+        front: what answers messages of another protocol; None counts and drops them.
     """
 
-    def __init__(self, cache: ChunkCache, terms: ServerTerms, *, started: float, max_peers: int = MAX_PEERS) -> None:
+    def __init__(
+        self,
+        cache: ChunkCache,
+        terms: ServerTerms,
+        *,
+        started: float,
+        max_peers: int = MAX_PEERS,
+        front: ForeignFront | None = None,
+    ) -> None:
         self._cache = cache
         self._terms = terms
         self._started = started
         self._max_peers = max_peers
+        self._front = front
         self._peers: dict[bytes, _Peer] = {}
         self._spaces: dict[bytes, KeySpace] = {}
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
@@ -151,7 +188,7 @@ class CacheService:
     def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
         """Take one multipart message of a peer."""
         if not is_protocol_2(frames):
-            self._receive_foreign(identity, frames)
+            self._receive_foreign(identity, frames, now)
             return
         peer = self._peers.get(identity) or _Peer(identity, ServerConnection(self._terms))
         try:
@@ -173,12 +210,16 @@ class CacheService:
         """Messages to send, with the identity of the peer each goes to."""
         taken = list(self._outgoing)
         self._outgoing.clear()
+        if self._front is not None:
+            taken += self._front.take_outgoing()
         return taken
 
     def take_jobs(self) -> list[Job]:
         """Jobs to run; each must come back by `finish`."""
         taken = list(self._jobs)
         self._jobs.clear()
+        if self._front is not None:
+            taken += self._front.take_jobs()
         self._running += len(taken)
         return taken
 
@@ -193,6 +234,8 @@ class CacheService:
         self._next_tick = now + TICK_SECONDS
         for peer in list(self._peers.values()):
             self._handle(peer, peer.connection.expire(now), now)
+        if self._front is not None:
+            self._front.tick(now)
         if now >= self._next_maintenance:
             self._next_maintenance = now + MAINTENANCE_SECONDS
             for task in self._cache.maintain(now):
@@ -212,6 +255,8 @@ class CacheService:
         """End all sessions and close the cache; blocks while the cache writes what it has. Idempotent."""
         for peer in list(self._peers.values()):
             self._drop(peer, now)
+        if self._front is not None:
+            self._front.close(now)
         for job in self.take_jobs():
             job.run()
             self.finish(job, now)
@@ -221,12 +266,15 @@ class CacheService:
 
     # ---- other protocols on the same port
 
-    def _receive_foreign(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """A v1 client's probe is answered; anything else is counted and dropped, as a v1 server drops it."""
+    def _receive_foreign(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
+        """A probe is always answered; the rest goes to the front, or is counted and dropped as a v1 server drops it."""
         if is_probe(frames):
-            self._outgoing.append((identity, answer_probe(frames)))
-            return
-        self.counters.foreign += 1
+            others = () if self._front is None else self._front.capabilities
+            self._outgoing.append((identity, answer_probe(frames, others)))
+        elif self._front is not None:
+            self._front.receive(identity, frames, now)
+        else:
+            self.counters.foreign += 1
 
     # ---- events
 
@@ -420,7 +468,8 @@ class CacheService:
                 "server.peers": len(self._peers),
                 "server.spaces": len(self._spaces),
                 "server.jobs": self._running + len(self._jobs),
-            },
+            }
+            | ({} if self._front is None else dict(self._front.facts())),
         )
 
     # ---- work and replies
