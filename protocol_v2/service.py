@@ -458,19 +458,17 @@ class CacheService:
 
     def status(self, now: float) -> dict[str, int | float | str | bool | None]:
         """Facts for people and tools, by dotted name."""
-        return describe_status(
-            self._cache.status(now),
-            self.counters,
-            {
-                "server.uptime_s": round(now - self._started, 3),
-                "server.boot_id": self._terms.boot_id.hex(),
-                "server.loop_lag_us": int(self._lag * 1_000_000),
-                "server.peers": len(self._peers),
-                "server.spaces": len(self._spaces),
-                "server.jobs": self._running + len(self._jobs),
-            }
-            | ({} if self._front is None else dict(self._front.facts())),
-        )
+        server: dict[str, Fact] = {
+            "server.uptime_s": round(now - self._started, 3),
+            "server.boot_id": self._terms.boot_id.hex(),
+            "server.loop_lag_us": int(self._lag * 1_000_000),
+            "server.peers": len(self._peers),
+            "server.spaces": len(self._spaces),
+            "server.jobs": self._running + len(self._jobs),
+        }
+        if self._front is not None:
+            server |= self._front.facts()
+        return describe_status(self._cache.status(now), self.counters, server)
 
     # ---- work and replies
 
