@@ -1,5 +1,6 @@
 """The commands of ``extra-keys`` and their options. Each command imports what it needs, so that ``--help`` is quick."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,15 @@ import typer
 
 from extra_keys_cli.failures import explained
 from extra_keys_cli.places import default_address, default_store
-from extra_keys_cli.sizes import parse_size
+from extra_keys_cli.sizes import checked_size, parse_size
+
+
+class FsyncChoice(StrEnum):
+    """`protocol_v2.tiers.Fsync`, without importing it for a help text."""
+
+    ALWAYS = "always"
+    RENAME_ONLY = "rename-only"
+
 
 app = typer.Typer(
     name="extra-keys",
@@ -23,7 +32,65 @@ app = typer.Typer(
 KeyInputsFile = Annotated[
     str, typer.Argument(help="JSON file with space, tokens and extra_keys; - reads standard input.", show_default=False)
 ]
-Size = Annotated[int, typer.Option(parser=parse_size, metavar="SIZE")]
+
+
+@app.command()
+def serve(
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="ipc://PATH or tcp://HOST:PORT; may be given several times. Default: a socket in your cache folder.",
+            show_default=False,
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder of the disk tier. Default: in your cache folder.", show_default=False
+        ),
+    ] = None,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Keep entries in memory only.")] = False,
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Budget of the memory tier, such as 8GiB or 512MB.", callback=checked_size),
+    ] = "2GiB",
+    disk: Annotated[
+        str, typer.Option(metavar="SIZE", help="Budget of the disk tier.", callback=checked_size)
+    ] = "16GiB",
+    fsync: Annotated[
+        FsyncChoice,
+        typer.Option(help="always: acknowledged means on disk, also after a power cut; rename-only: after kill -9."),
+    ] = FsyncChoice.ALWAYS,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Threads for disk work.")] = 4,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on 127.0.0.1 at this port.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+) -> None:
+    """Run a cache server. Ctrl-C and SIGTERM stop it cleanly; a restart finds what the disk tier holds.
+
+    Without options it serves this user on this machine: a socket and a store under the cache folder, made on demand.
+    """
+    if no_store and store is not None:
+        raise typer.BadParameter("--store and --no-store exclude each other")
+    with explained():
+        from extra_keys_cli.serve import ServeOptions
+        from extra_keys_cli.serve import serve as run
+        from protocol_v2.tiers import Fsync
+
+        run(
+            ServeOptions(
+                listen=tuple(listen or [default_address()]),
+                store=None if no_store else store or default_store(),
+                memory=parse_size(memory),
+                disk=parse_size(disk),
+                fsync=Fsync[fsync.name],
+                workers=workers,
+                metrics_port=metrics_port,
+                quiet=quiet,
+            )
+        )
 
 
 @app.command()

@@ -21,6 +21,16 @@ def parse_size(text: str) -> int:
     return int(float(number) * _UNITS[(unit or "").lower()])
 
 
+def checked_size(text: str) -> str:
+    """A size as it was written, if it is one: the callback of an option.
+
+    Raises:
+        typer.BadParameter: not a size.
+    """
+    parse_size(text)
+    return text
+
+
 def format_size(n_bytes: float) -> str:
     """A byte count for people, in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):

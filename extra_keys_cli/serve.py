@@ -1,0 +1,142 @@
+"""``extra-keys serve``: a cache server until somebody stops it."""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, start_http_server
+from rich.logging import RichHandler
+from rich.progress import Progress
+
+from extra_keys_cli.failures import stderr, stdout
+from extra_keys_cli.sizes import format_size
+from protocol_v2.cache import ChunkCache
+from protocol_v2.hello import Limits
+from protocol_v2.metrics import StatusCollector
+from protocol_v2.negotiation import ServerTerms
+from protocol_v2.server import CacheServer
+from protocol_v2.service import CacheService
+from protocol_v2.tiers import DiskTier, Fsync
+
+BOOT_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line said.
+
+    Args:
+        listen: addresses.
+        store: folder of the disk tier; None for memory only.
+        memory: bytes of the memory tier.
+        disk: bytes of the disk tier.
+        fsync: when data is forced to the disk.
+        workers: threads for disk work.
+        metrics_port: port on 127.0.0.1 for a Prometheus scraper; None for none.
+        quiet: print nothing but warnings and errors.
+    """
+
+    listen: tuple[str, ...]
+    store: Path | None
+    memory: int
+    disk: int
+    fsync: Fsync
+    workers: int
+    metrics_port: int | None
+    quiet: bool
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM, then stop cleanly.
+
+    Raises:
+        ProtocolError: the folder or an address cannot be had.
+        OSError: the same, from the operating system.
+    """
+    logging.basicConfig(
+        level=logging.WARNING if options.quiet else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=stderr, show_path=False)],
+    )
+    stop = threading.Event()
+    with _stopped_by_signals(stop):
+        for address in options.listen:
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        service = CacheService(
+            _loaded_cache(options),
+            ServerTerms(boot_id=os.urandom(BOOT_ID_BYTES), limits=Limits(), software="extra-keys"),
+            started=time.monotonic(),
+        )
+        server = CacheServer(options.listen, service, workers=options.workers)
+        try:
+            server.start()
+        except BaseException:
+            service.close(time.monotonic())
+            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(server.stop)
+            if options.metrics_port is not None:
+                stack.enter_context(_metrics(options.metrics_port, service))
+            if not options.quiet:
+                _announce(server, options)
+            while not stop.wait(0.5):
+                if server.join(0):  # the loop failed: `stop` below raises what it died of
+                    break
+        if not options.quiet:
+            stdout.print("stopped")
+
+
+def _loaded_cache(options: ServeOptions) -> ChunkCache:
+    """The cache over its tiers, with the disk tier's entries found again; a bar shows where that takes long."""
+    if options.store is None:
+        return ChunkCache(options.memory)
+    disk = DiskTier(options.store, budget=options.disk, fsync=options.fsync)
+    if disk.reclaimed:
+        logging.getLogger(__name__).warning(
+            "the last server on this store did not stop in order; its entries are checked"
+        )
+    cache = ChunkCache(options.memory, disk)
+    with Progress(console=stderr, transient=True, disable=options.quiet) as progress:
+        bar = progress.add_task("reading the store", total=None)
+        found = cache.load(lambda done, total: progress.update(bar, completed=done, total=total))
+    if found and not options.quiet:
+        stdout.print(f"found {found} entries in {options.store}", highlight=False)
+    return cache
+
+
+def _announce(server: CacheServer, options: ServeOptions) -> None:
+    for address in server.addresses:
+        stdout.print(f"listening on {address}", highlight=False, soft_wrap=True)
+    place = "none" if options.store is None else f"{options.store} ({format_size(options.disk)})"
+    stdout.print(f"memory {format_size(options.memory)}, disk {place}; Ctrl-C stops", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _metrics(port: int, service: CacheService) -> Iterator[None]:
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: service.facts))
+    exporter, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        yield
+    finally:
+        exporter.shutdown()
+        exporter.server_close()
+        thread.join(5)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set the event; what was there before comes back at the end."""
+    before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
