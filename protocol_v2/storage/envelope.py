@@ -169,10 +169,20 @@ def open_object(data: bytes | memoryview, wanted: ObjectId) -> StoredObject:
     header = decode_header(view)
     check_identity(header, wanted)
     check_size(header, len(view))
-    payload = view[header.size :]
-    if digest_of([payload]) != header.payload_digest:
+    return open_payload(header, view[header.size :])
+
+
+def open_payload(header: Header, payload: bytes | memoryview) -> StoredObject:
+    """The object of a checked header and its payload, for readers that have the two apart.
+
+    Raises:
+        EnvelopeError: these are not the bytes that were written.
+    """
+    view = memoryview(payload).toreadonly()
+    check_size(header, header.size + len(view))
+    if digest_of([view]) != header.payload_digest:
         raise EnvelopeError(MissReason.CHECKSUM, "the payload is not the one that was written")
-    return StoredObject(header.envelope, tuple(split_payload(payload, header.envelope)))
+    return StoredObject(header.envelope, tuple(split_payload(view, header.envelope)))
 
 
 def check_identity(header: Header, wanted: ObjectId) -> None:

@@ -1,0 +1,106 @@
+"""`Presence`: which shards of which chunks are in some tier, so that a lookup asks nothing else.
+
+A chunk is *full* for a world size and KV group when every rank of it is there, whatever tiers they are in. That is
+brought up to date when a shard comes or goes, so a lookup costs one dictionary access and one set comparison a chunk.
+Belongs to the loop; not thread-safe.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import lru_cache
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from protocol_v2.storage.names import ChunkId, Shard
+
+
+class Where(enum.IntFlag):
+    """Tiers that have a shard."""
+
+    NOWHERE = 0
+    MEMORY = 1
+    DISK = 2
+
+
+class _Held:
+    __slots__ = ("full", "shards")
+
+    def __init__(self) -> None:
+        self.shards: dict[Shard, Where] = {}
+        #: world size and group of which every rank is there
+        self.full: frozenset[tuple[int, int]] = frozenset()
+
+
+class Presence:
+    """The shards of all chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[ChunkId, _Held] = {}
+
+    def __len__(self) -> int:
+        """Chunks of which at least one shard is somewhere."""
+        return len(self._chunks)
+
+    def where(self, chunk: ChunkId, shard: Shard) -> Where:
+        """Tiers that have a shard."""
+        held = self._chunks.get(chunk)
+        return held.shards.get(shard, Where.NOWHERE) if held is not None else Where.NOWHERE
+
+    def add(self, chunk: ChunkId, shard: Shard, tier: Where) -> None:
+        """A tier has a shard now."""
+        held = self._chunks.get(chunk)
+        if held is None:
+            held = self._chunks[chunk] = _Held()
+        before = held.shards.get(shard, Where.NOWHERE)
+        held.shards[shard] = before | tier
+        if not before and len(held.shards) >= shard.world:
+            world, _, group = shard
+            if (world, group) not in held.full and all((world, rank, group) in held.shards for rank in range(world)):
+                held.full = _shared(held.full | {(world, group)})
+
+    def discard(self, chunk: ChunkId, shards: Iterable[Shard], tier: Where) -> None:
+        """A tier does not have these shards any more."""
+        held = self._chunks.get(chunk)
+        if held is None:
+            return
+        for shard in shards:
+            left = held.shards.get(shard, Where.NOWHERE) & ~tier
+            if left:
+                held.shards[shard] = left
+            elif held.shards.pop(shard, None) is not None and (shard.world, shard.group) in held.full:
+                held.full = _shared(held.full - {(shard.world, shard.group)})
+        if not held.shards:
+            del self._chunks[chunk]
+
+    def leading(self, root: bytes, keys: Sequence[bytes], world: int, groups: int) -> list[ChunkId]:
+        """The leading chunks of which every rank of every group is somewhere."""
+        wanted = frozenset(zip(repeat(world), range(groups), strict=False))
+        find = self._chunks.get
+        found: list[ChunkId] = []
+        for chunk in zip(repeat(root), keys, strict=False):
+            held = find(chunk)
+            if held is None or not wanted <= held.full:
+                break
+            found.append(chunk)
+        return found
+
+    def all_in(self, chunk: ChunkId, world: int, groups: int, tier: Where) -> bool:
+        """Whether one tier alone has every rank of every group."""
+        held = self._chunks.get(chunk)
+        if held is None:
+            return False
+        return all(
+            held.shards.get((world, rank, group), Where.NOWHERE) & tier  # type: ignore[call-overload]  # equal to a Shard
+            for group in range(groups)
+            for rank in range(world)
+        )
+
+
+@lru_cache(maxsize=1024)
+def _shared(full: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    """One object for equal sets: nearly all chunks of a deployment have the same shards."""
+    return full
