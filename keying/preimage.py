@@ -272,6 +272,7 @@ def _check_together(parts: list[Part], n_tokens: int) -> None:
     """What the encoder never writes although each part by itself is legal."""
     once: set[tuple[object, ...]] = set()
     covered = 0
+    least_start = max([0, *(-one.offset for one in parts if isinstance(one, MultimodalPart))])
     counts = {LoraPart: 0, TagPart: 0, MultimodalPart: 0}
     for one in parts:
         identity: tuple[object, ...] | None = None
@@ -289,6 +290,8 @@ def _check_together(parts: list[Part], n_tokens: int) -> None:
             if low < covered or high > n_tokens:
                 raise PreimageError("embeds parts: overlap each other or reach beyond the chunk")
             covered = high
+        if least_start + max(low, _end(one)) > MAX_POSITION:
+            raise PreimageError("parts: no chunk start allows them all within 2**48 positions")
         if low >= high:
             raise PreimageError(f"{type(one).__name__}: does not overlap the tokens, so the encoder left it out")
         if identity is not None:
@@ -301,6 +304,13 @@ def _check_together(parts: list[Part], n_tokens: int) -> None:
     for kind, limit in limits.items():
         if counts[kind] > limit:
             raise PreimageError(f"parts: more than {limit} of {kind.__name__}")
+
+
+def _end(one: Part) -> int:
+    """How far after the chunk's start a part says that something ends."""
+    if isinstance(one, MultimodalPart):
+        return one.offset + one.length
+    return one.first + one.rows if isinstance(one, EmbedsPart) else 0
 
 
 def _decode_space(reader: "_Reader") -> KeySpace:

@@ -34,7 +34,7 @@ SPEC = Path(__file__).parents[2] / "docs" / "spec" / "key-schema-2.md"
 GIVEN, OWN = "key-schema-2.json", "key-schema-2-own.json"
 PINNED = {
     GIVEN: "63179c71811787dd0aa16f32dd0998a5fc860fcc7f8463e78ec38d4b838c2129",
-    OWN: "0b9d5ed99733c6488172c0fa7f72e8f2e9da7a755adfc2aee7e0bc4f7c565ed1",
+    OWN: "3f2316decc81f10fdaa408655297e13eb2f6c72ab38cb147eb89f5fcdbd0c721",
 }
 
 Entry = dict[str, Any]

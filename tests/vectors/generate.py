@@ -695,6 +695,7 @@ REFUSED: list[tuple[str, str, bytes]] = [
     ("11.13", "an item longer than all positions", chunk(item(X, -1, FAR + 1))),
     ("11.13", "an item that ends behind all positions", chunk(item(X, 1, FAR))),
     ("11.13", "an item that began before all positions", chunk(item(X, -FAR - 1, 2))),
+    ("11.13", "two items that no one chunk start allows", chunk(item("Z", 0, FAR), item(X, -FAR // 2, FAR // 2 + 1))),
     ("11.13", "an item from the least i64", chunk(item(X, -(2**63), 2))),
     ("11.13", "an item of the greatest u64", chunk(item(X, 0, 2**64 - 1))),
     ("11.13", "an adapter from the greatest u64", chunk(lora("a", "", 2**64 - 1))),

@@ -388,6 +388,15 @@ const decodeChunk = (reader) => {
   }
   const runs = ofKind("embeds").sort((left, right) => left[1] - right[1]);
   runs.slice(1).forEach((run, i) => refuseIf(run[1] < runs[i][1] + runs[i][2], "11.15"));
+  const items = ofKind("mm");
+  const earliest = items.reduce((least, [, , offset]) => Math.max(least, -offset), 0);
+  const ends = [
+    ...items.map(([, , offset, length]) => offset + length),
+    ...runs.map(([, first, count]) => first + count),
+    ...ofKind("lora").map((fields) => fields[3]),
+    ...ofKind("tag").map((fields) => fields[3]),
+  ];
+  ends.forEach((end) => refuseIf(earliest + end > MAX_POSITION, "11.13"));
   return { parent, tokens, parts };
 };
 

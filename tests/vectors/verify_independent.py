@@ -492,6 +492,18 @@ def check_together(parts: list[list[Any]], n_tokens: int) -> None:
     rows = sorted((fields[1], fields[1] + fields[2]) for fields in parts if fields[0] == "embeds")
     if any(right[0] < left[1] for left, right in pairwise(rows)):
         raise RefusedError("11.15")
+    earliest = max([0, *(-fields[2] for fields in parts if fields[0] == "mm")])
+    if any(earliest + end_of(fields) > MAX_POSITION for fields in parts):
+        raise RefusedError("11.13")
+
+
+def end_of(fields: list[Any]) -> int:
+    """How far after the chunk's start a part says that something begins or ends."""
+    if fields[0] == "mm":
+        return int(fields[2] + fields[3])
+    if fields[0] == "embeds":
+        return int(fields[1] + fields[2])
+    return int(fields[3]) if fields[0] in {"lora", "tag"} else 0
 
 
 # --- comparing with a file -------------------------------------------------------------------------------------------
