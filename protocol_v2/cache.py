@@ -1,42 +1,207 @@
 """`ChunkCache`: lookup, retrieve, store, prefetch, release and clear over memory and disk, without any transport.
 
-One loop drives it and passes the time in. Nothing here blocks: what needs the disk comes back as a `work.Task`, which an
-executor runs and the loop settles. See `work` for who calls what, where.
+Theory of operation
+-------------------
+One loop drives the cache and passes the time in. Nothing here blocks: what is in memory is answered at once, and what
+needs the disk comes back as a `work.Task`, which an executor runs and the loop settles. See `work` for who calls what,
+where. Lookups ask indexes only (`presence`), whatever tier a chunk is in.
+
+*Acknowledged.* `StoreOutcome.STORED` means: visible to lookups from now on and, where there is a disk tier, written
+there and durable by its fsync policy, so a restart finds it. It stays until the budget evicts it (counted), a clear
+forgets it, or its bytes are found damaged (counted, set aside). A store that fails is not acknowledged; what it brought
+may still be served from memory, since it is right, and is not there after a restart. With a disk tier memory holds
+copies of what is on disk (write-through), so evicting from memory loses nothing.
+
+*Visible.* An object is visible when it is whole and acknowledged; a chunk is a hit when every shard of it is visible.
+
+*Leases.* A lookup leases its hit; leased chunks stay in the tiers that have them. A retrieve delivers the prefix of its
+range that is really there, which is all of it unless files were damaged or the lease had expired.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from keying import DIGEST_SIZE
+from protocol_v2.codes import ErrorCode, MissReason
+from protocol_v2.durable import DiskRead, DurableSide
+from protocol_v2.errors import ProtocolError
+from protocol_v2.faults import Faults
+from protocol_v2.leases import LeaseScopeError, LeaseTable, LeaseTableFullError, LeaseUnknownError
+from protocol_v2.outcomes import CacheStatus, Cleared, Hit, Prefetch, Retrieved, StoreOutcome, TierStatus
+from protocol_v2.presence import DISK, MEMORY, Presence
+from protocol_v2.sessions import SESSION_TTL, SessionTable
+from protocol_v2.storage.errors import EnvelopeError, ObjectMissError, StorageValueError
+from protocol_v2.storage.names import MAX_GROUP, MAX_WORLD, ObjectId, Shard, checked_digest
+from protocol_v2.storage.schema import schema_fault
+from protocol_v2.tiers.base import TierError, TierFullError
+from protocol_v2.tiers.memory import MemoryTier
+from protocol_v2.work import Done, Ran, Task, blocking, failed, immediate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from keying import KeySpace
-    from protocol_v2.outcomes import CacheStatus, Cleared, Hit, Prefetch, Retrieved, StoreOutcome
-    from protocol_v2.storage import Shard, StoredObject
+    from protocol_v2.leases import Lease
+    from protocol_v2.storage.names import ChunkId
+    from protocol_v2.storage.objects import StoredObject
     from protocol_v2.tiers.disk import DiskTier
-    from protocol_v2.work import Task
+    from protocol_v2.tiers.residency import Residency, Resident
+
+_DESCRIBED: Final = 4096
+"""Spaces remembered as described."""
+
+
+class CacheBusyError(ProtocolError):
+    """Too many bytes are under way; retry when some of it is done."""
+
+    error_code = ErrorCode.BUSY
+    retriable = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """Bounds of a cache.
+
+    Args:
+        lease_ttl: seconds that a lease lasts where the caller names none.
+        max_lease_ttl: seconds that a lease lasts at most.
+        session_ttl: seconds without a call after which a session is forgotten.
+        max_shards: world size times KV groups, at most.
+        max_pending: bytes of stores and reads under way together; one that is larger goes alone.
+        flush_seconds: seconds between two records of what was used, on disk; a killed server forgets that much.
+        max_faults: chunks of which it is remembered why they are not there.
+    """
+
+    lease_ttl: float = 60.0
+    max_lease_ttl: float = 600.0
+    session_ttl: float = SESSION_TTL
+    max_shards: int = 65_536
+    max_pending: int = 2**30
+    flush_seconds: float = 10.0
+    max_faults: int = 65_536
 
 
 class ChunkCache:
-    """The cache core. Signatures first; bodies follow in the next commit."""
+    """The cache core. Belongs to one loop; not thread-safe.
 
-    def __init__(self, memory_budget: int, disk: DiskTier | None = None) -> None:
-        raise NotImplementedError
+    Args:
+        memory_budget: bytes of the memory tier.
+        disk: the disk tier; None keeps everything in memory. The cache closes it.
+        limits: bounds.
+        new_lease_id: gives a fresh lease id, 16 bytes; by default random, so that no id of another server or boot
+            is ever taken for one of this.
+    """
+
+    def __init__(
+        self,
+        memory_budget: int,
+        disk: DiskTier | None = None,
+        *,
+        limits: CacheLimits | None = None,
+        new_lease_id: Callable[[], bytes] = lambda: os.urandom(16),
+    ) -> None:
+        self._limits = limits or CacheLimits()
+        self._presence = Presence()
+        self._leases = LeaseTable(new_lease_id)
+        self._sessions = SessionTable(ttl=self._limits.session_ttl)
+        self._memory = MemoryTier(memory_budget, protected=self._leases.is_held, evicted=self._leave_memory)
+        self._disk = DurableSide(disk, self._presence, self._leases.is_held) if disk is not None else None
+        self._pending = 0
+        self._prefetching: set[ChunkId] = set()
+        self._described: OrderedDict[bytes, None] = OrderedDict()
+        self._faults = Faults(self._limits.max_faults)
+        self._next_flush = 0.0
+        self._hits = 0
+        self._misses: Counter[MissReason] = Counter()
+        self._retrieved: Counter[str] = Counter()
+        self._undelivered: Counter[MissReason] = Counter()
+        self._stored: Counter[StoreOutcome] = Counter()
+        self._set_aside: Counter[MissReason] = Counter()
+        self._foreign_schemas: dict[int, int] = {}
+
+    # ---- start and end
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Build the index from the disk tier, before serving; blocks. progress(key folders done, of). Gives objects."""
-        raise NotImplementedError
+        """Build the index from the disk tier. Blocks; for the start, before anything else.
+
+        Args:
+            progress: told the key folders that were read, and how many there are.
+
+        Returns:
+            Objects found.
+
+        Raises:
+            TierError: the folder cannot be read.
+        """
+        if self._disk is None:
+            return 0
+        scan = self._disk.load(progress, self._limits.max_faults)
+        for name, reason in scan.aside:
+            self._set_aside[reason] += 1
+            if name is not None:
+                self._faults.note(name, reason)
+        for name, schema in scan.elsewhere:
+            fault = schema_fault(schema)
+            if fault is not None:
+                self._faults.note(name, fault)
+        self._foreign_schemas = dict(scan.schemas)
+        self._disk.failed += scan.unreadable
+        return len(scan.found)
+
+    def close(self, now: float) -> Task[None]:
+        """End: record the last uses and let the folder go. Every other task must be settled before it is run.
+
+        The cache takes no calls afterwards; a second close does nothing.
+        """
+        self._expire(now)
+        disk, self._disk = self._disk, None
+        if disk is None:
+            return immediate(None)
+        flush = disk.flush_uses() or immediate(None)
+
+        def work() -> None:
+            flush.run()
+            disk.tier.close()
+
+        def settle(ran: Ran[None], now: float) -> None:
+            if not isinstance(ran, Done):
+                raise ran.error
+            flush.finish(now)
+
+        return blocking(work, settle)
 
     def describe(self, space: KeySpace) -> Task[None]:
-        """Write the space's description beside its objects, once."""
-        raise NotImplementedError
+        """Write the description of a space beside its objects, unless that was done. The task raises `TierError`."""
+        disk, root = self._disk, space.root
+        if disk is None or root in self._described:
+            return immediate(None)
+
+        def settle(ran: Ran[None], _now: float) -> None:
+            if not isinstance(ran, Done):
+                disk.failed += isinstance(ran.error, TierError)
+                raise ran.error
+            self._described[root] = None
+            if len(self._described) > _DESCRIBED:
+                self._described.popitem(last=False)
+
+        return blocking(lambda: disk.tier.describe(space), settle)
+
+    # ---- the keyed calls
 
     def bind(
         self, owner: Hashable, session: str, root: bytes, keys: Sequence[bytes], *, first: int = 0, now: float
     ) -> None:
-        """Hold keys against a session without looking up (a store's whole chain). Raises SessionError."""
-        raise NotImplementedError
+        """Hold keys of full chunks against a session, as a store does: the whole chain that it belongs to.
+
+        Raises:
+            SessionError: another identity, an ended session, or no room.
+        """
+        _check_keys(root, keys)
+        self._sessions.bind((owner, session), root, keys, first=first, opens=False, owner=owner, now=now)
 
     def lookup(
         self,
@@ -52,8 +217,52 @@ class ChunkCache:
         full: int | None = None,
         now: float,
     ) -> Hit:
-        """Leading chunks that every shard holds. full: how many of `keys` are of full chunks (the rest is not bound)."""
-        raise NotImplementedError
+        """How many leading chunks does every shard hold?
+
+        Counts as a use of all of them, first chunk last, so that a prefix outlives its suffix.
+
+        Args:
+            root: root of the space, 32 bytes.
+            keys: keys of a prompt's chunks from the first on, 32 bytes each.
+            world: shards of a value in each KV group.
+            groups: KV groups.
+            owner: the client: leases and sessions go with it.
+            session: the client's request; None for none.
+            lease: take a lease on the hit.
+            ttl: seconds that the lease lasts; the cache's own by default.
+            full: how many of `keys` belong to full chunks; a partial tail is not bound to the session. Default all.
+            now: seconds, monotonic.
+
+        Raises:
+            SessionError: the session stands for another identity, or there is no room for it.
+            LeaseTableFullError: no room for a lease.
+            StorageValueError: a key of another length, or a world of impossible size.
+        """
+        self._expire(now)
+        self._check_lookup(root, keys, world, groups)
+        bound = keys if full is None else keys[:full]
+        if session is not None:
+            self._sessions.bind((owner, session), root, bound, opens=True, owner=owner, now=now)
+        found = self._presence.leading(root, keys, world, groups)
+        miss = None
+        if len(found) < len(keys):
+            miss = self._faults.reason((root, keys[len(found)]))
+            self._misses[miss] += 1
+        self._hits += len(found)
+        self._touch(found)
+        if not (lease and found):
+            return Hit(len(found), None, 0.0, miss)
+        seconds = min(self._limits.lease_ttl if ttl is None else ttl, self._limits.max_lease_ttl)
+        granted = self._leases.grant(
+            found,
+            world=world,
+            groups=groups,
+            owner=owner,
+            session=None if session is None else (owner, session),
+            ttl=seconds,
+            now=now,
+        )
+        return Hit(len(found), granted.id, seconds, miss)
 
     def retrieve(
         self,
@@ -65,14 +274,55 @@ class ChunkCache:
         starts: Sequence[int] | None = None,
         now: float,
     ) -> Task[Retrieved]:
-        """Objects of a leased range for one shard. Raises LeaseUnknownError, LeaseScopeError, CacheBusyError."""
-        raise NotImplementedError
+        """Objects of the chunks [start, stop) of a lease, for one shard: the prefix that is really there.
+
+        A lease that expired is taken again if that is possible; what went meanwhile is not delivered.
+
+        Args:
+            lease: from a lookup, of whatever client.
+            start: first chunk, in the lease's own order.
+            stop: chunk after the last.
+            shard: whose part of the value.
+            starts: prompt position at which the reader will use each chunk, for readers that cannot re-rotate
+                segments: an object with another start is a miss. None takes every start.
+            now: seconds, monotonic.
+
+        Raises:
+            LeaseUnknownError: look up again.
+            LeaseScopeError: a range or shard that the lease does not cover.
+            LeaseTableFullError: an expired lease cannot be taken again now.
+            CacheBusyError: too many bytes are under way.
+        """
+        self._expire(now)
+        standing = self._standing_lease(lease, now)
+        if not 0 <= start < stop <= len(standing.chunks):
+            raise LeaseScopeError(
+                f"retrieve: got range [{start}, {stop}), wanted a part of the lease's [0, {len(standing.chunks)})"
+            )
+        if not standing.covers(shard):
+            raise LeaseScopeError(
+                f"retrieve: shard {shard} is none of world {standing.world} with {standing.groups} groups"
+            )
+        chunks = standing.chunks[start:stop]
+        if starts is not None and len(starts) != len(chunks):
+            raise LeaseScopeError(f"retrieve: got {len(starts)} starts for {len(chunks)} chunks, wanted one for each")
+        return self._read([ObjectId(*chunk, shard) for chunk in chunks], starts)
 
     def release(
         self, lease: bytes, *, start: int = 0, stop: int | None = None, shard: Shard | None = None, now: float
     ) -> int:
-        """Give back a part of a lease, or all; chunks that it holds no more."""
-        raise NotImplementedError
+        """Give back chunks [start, stop) of a lease, for one shard or all. Idempotent, and never touches a tier.
+
+        Returns:
+            Chunks that the lease held and holds no more; 0 for a lease that is gone.
+
+        Raises:
+            LeaseScopeError: a negative range, or a shard of another world.
+        """
+        self._expire(now)
+        freed = self._leases.release(lease, start=start, stop=stop, shard=shard)
+        self._offer(freed)
+        return len(freed)
 
     def store(
         self,
@@ -83,8 +333,33 @@ class ChunkCache:
         index: int | None = None,
         now: float,
     ) -> Task[StoreOutcome]:
-        """Keep an object. index: its chunk index, for a full chunk of a session. Acknowledged means durable."""
-        raise NotImplementedError
+        """Keep an object. Equal identity is kept once: the first stays.
+
+        Never raises; the task does: `SessionError`, `CacheBusyError`, or the `TierError` that kept it from being
+        durable.
+
+        Args:
+            obj: whole; see `storage.stored_object`.
+            owner: the client.
+            session: its request; None for none.
+            index: chunk index, for a full chunk of the session; None (partial tail, segment) is not bound.
+            now: seconds, monotonic.
+        """
+        self._expire(now)
+        if session is not None:
+            keys, first = ([], 0) if index is None else ([obj.id.key], index)
+            try:
+                self._sessions.bind((owner, session), obj.id.root, keys, first=first, opens=False, owner=owner, now=now)
+            except ProtocolError as error:
+                return failed(error)
+        chunk, shard = obj.id.chunk, obj.id.shard
+        if self._presence.where(chunk, shard) & (MEMORY if self._disk is None else DISK):
+            self._touch([chunk])
+            return self._stored_as(StoreOutcome.PRESENT)
+        if self._disk is None:
+            outcome = StoreOutcome.STORED if self._keep_in_memory(obj) else StoreOutcome.DECLINED
+            return self._stored_as(outcome)
+        return self._store_durably(obj, self._disk)
 
     def prefetch(
         self,
@@ -98,33 +373,325 @@ class ChunkCache:
         full: int | None = None,
         now: float,
     ) -> Prefetch:
-        """Bring chunks from disk into memory."""
-        raise NotImplementedError
+        """Bring leading chunks that every shard holds into memory, as far as it has room; arguments as `lookup`.
+
+        Each task gives whether its chunk is in memory now; none of them raises.
+
+        Raises:
+            SessionError: as `lookup`.
+            StorageValueError: as `lookup`.
+        """
+        self._expire(now)
+        self._check_lookup(root, keys, world, groups)
+        if session is not None:
+            bound = keys if full is None else keys[:full]
+            self._sessions.bind((owner, session), root, bound, opens=True, owner=owner, now=now)
+        found = self._presence.leading(root, keys, world, groups)
+        self._touch(found)
+        resident, leading = 0, True
+        tasks: list[Task[bool]] = []
+        room = self._memory.residency.budget
+        for chunk in found:
+            room -= self._charge_in_memory(chunk)
+            if self._presence.all_in(chunk, world, groups, MEMORY):
+                resident += leading
+                continue
+            leading = False
+            if room < 0:
+                break
+            if chunk in self._prefetching:
+                continue
+            try:
+                tasks.append(self._prefetch_chunk(chunk, world, groups))
+            except CacheBusyError:
+                break
+        return Prefetch(resident, tuple(tasks))
+
+    # ---- ends
 
     def cancel_session(self, owner: Hashable, session: str, now: float) -> bool:
-        """Abort: leases of the session end; a last store is still taken."""
-        raise NotImplementedError
+        """Abort: the session's leases end; a last store that names it is still taken. Whether it was open."""
+        self._expire(now)
+        self._offer(self._leases.drop_session((owner, session)))
+        return self._sessions.cancel((owner, session), now)
 
     def end_session(self, owner: Hashable, session: str, now: float) -> bool:
-        """End: leases of the session end; a later store that names it is refused."""
-        raise NotImplementedError
+        """End: the session's leases end; a later store that names it is refused. Whether it was there."""
+        self._expire(now)
+        self._offer(self._leases.drop_session((owner, session)))
+        return self._sessions.end((owner, session), now)
 
     def drop_owner(self, owner: Hashable, now: float) -> None:
         """A client is gone: its leases and sessions end."""
-        raise NotImplementedError
+        self._expire(now)
+        self._offer(self._leases.drop_owner(owner))
+        self._sessions.drop_owner(owner)
 
     def clear(self, root: bytes | None = None, *, now: float) -> Task[Cleared]:
-        """Forget what is not leased, of one space or all."""
-        raise NotImplementedError
+        """Forget what is not leased, of one space or all. Lookups miss it at once; the task removes the files.
+
+        The task raises `TierError` if a file could not be removed; such files are indexed again.
+        """
+        self._expire(now)
+        objects: set[ObjectId] = set()
+        size = kept = 0
+        for resident in list(self._memory.residency):
+            if root is not None and resident.id[0] != root:
+                continue
+            if self._leases.is_held(resident.id):
+                continue
+            self._memory.residency.remove(resident.id)
+            self._leave_memory(resident)
+            objects.update(ObjectId(*resident.id, shard) for shard in resident.shards)
+            size += resident.size
+        removal: Task[None] | None = None
+        if self._disk is not None:
+            on_disk, disk_size, removal = self._disk.clear(root)
+            objects.update(on_disk)
+            size += disk_size
+        kept = self._presence.count(root)
+        cleared = Cleared(len(objects), size, kept)
+        if removal is None:
+            return immediate(cleared)
+        return removal.then(lambda _: cleared)
+
+    # ---- upkeep
 
     def maintain(self, now: float) -> list[Task[None]]:
-        """Expire leases and sessions; background work for the executor. Call about once a second."""
-        raise NotImplementedError
+        """Let leases and sessions expire; background work to run. Call about once a second."""
+        self._expire(now)
+        for session in self._sessions.expire(now):
+            self._offer(self._leases.drop_session(session))
+        if self._disk is None:
+            return []
+        tasks = [self._disk.maintain()]
+        if now >= self._next_flush:
+            self._next_flush = now + self._limits.flush_seconds
+            tasks.append(self._disk.flush_uses())
+        return [task for task in tasks if task is not None]
 
     def status(self, now: float) -> CacheStatus:
-        """Counts and sizes."""
-        raise NotImplementedError
+        """Counts and sizes. Counters run since the start."""
+        self._expire(now)
+        disk = self._disk
+        return CacheStatus(
+            memory=_tier_status(self._memory.residency),
+            disk=None if disk is None else _tier_status(disk.residency),
+            hits=self._hits,
+            misses=dict(self._misses),
+            retrieved=dict(self._retrieved),
+            undelivered=dict(self._undelivered),
+            stored=dict(self._stored),
+            failed=0 if disk is None else disk.failed,
+            set_aside=dict(self._set_aside),
+            quarantine=0 if disk is None else disk.tier.quarantine,
+            leases=len(self._leases),
+            held=self._leases.held,
+            lapsed=self._leases.lapsed,
+            sessions=len(self._sessions),
+            pending=self._pending,
+            foreign_schemas=dict(self._foreign_schemas),
+        )
 
-    def close(self, now: float) -> Task[None]:
-        """Last flush of recency; the folder is free afterwards. All tasks must be settled before."""
-        raise NotImplementedError
+    # ---- inside
+
+    def _expire(self, now: float) -> None:
+        self._offer(self._leases.expire(now))
+
+    def _offer(self, chunks: Sequence[ChunkId]) -> None:
+        """Chunks that a lease held and holds no more: they may go, unless another lease holds them."""
+        self._memory.residency.offer(chunks)
+        if self._disk is not None:
+            self._disk.residency.offer(chunks)
+
+    def _touch(self, chunks: Sequence[ChunkId]) -> None:
+        self._memory.residency.touch(chunks)
+        if self._disk is not None:
+            self._disk.residency.touch(chunks)
+
+    def _leave_memory(self, resident: Resident[StoredObject]) -> None:
+        self._presence.discard(resident.id, resident.shards, MEMORY)
+
+    def _keep_in_memory(self, obj: StoredObject) -> bool:
+        try:
+            self._memory.put(obj)
+        except TierFullError:
+            return False
+        self._presence.add(obj.id.chunk, obj.id.shard, MEMORY)
+        self._faults.forget(obj.id.chunk)
+        return True
+
+    def _check_lookup(self, root: bytes, keys: Sequence[bytes], world: int, groups: int) -> None:
+        _check_keys(root, keys)
+        if not (1 <= world <= MAX_WORLD and 1 <= groups <= MAX_GROUP + 1):
+            raise StorageValueError(f"world: got {world} shards in {groups} groups, wanted 1 to {MAX_WORLD} of each")
+        if world * groups > self._limits.max_shards:
+            raise StorageValueError(
+                f"world: got {world} times {groups} shards, wanted at most {self._limits.max_shards} in all"
+            )
+
+    def _standing_lease(self, lease: bytes, now: float) -> Lease:
+        standing = self._leases.find(lease, now)
+        if standing is not None:
+            return standing
+        lapsed = self._leases.find_lapsed(lease)
+        if lapsed is None:
+            raise LeaseUnknownError("lease: released, ended or expired, or of another server; look up again")
+        if not self._leases.retake(lapsed, now):
+            raise LeaseTableFullError("leases: it expired and there is no room to take it again; look up later")
+        return lapsed
+
+    def _stored_as(self, outcome: StoreOutcome) -> Task[StoreOutcome]:
+        self._stored[outcome] += 1
+        return immediate(outcome)
+
+    def _store_durably(self, obj: StoredObject, disk: DurableSide) -> Task[StoreOutcome]:
+        size = obj.envelope.payload_size
+        if self._pending and self._pending + size > self._limits.max_pending:
+            return failed(
+                CacheBusyError(f"store: {self._pending} bytes are under way, of at most {self._limits.max_pending}")
+            )
+        try:
+            write = disk.write(obj)
+        except TierFullError:
+            return self._stored_as(StoreOutcome.DECLINED)
+        self._pending += size
+
+        def settle(ran: Ran[None], _now: float) -> StoreOutcome:
+            self._pending -= size
+            if not isinstance(ran, Done):
+                if isinstance(ran.error, TierError):
+                    self._keep_in_memory(obj)
+                raise ran.error
+            if disk.turn(obj.id.chunk, obj.id.shard) is not None:
+                self._keep_in_memory(obj)
+                self._faults.forget(obj.id.chunk)
+            self._stored[StoreOutcome.STORED] += 1
+            return StoreOutcome.STORED
+
+        return write.after(settle)
+
+    def _read(self, wanted: list[ObjectId], starts: Sequence[int] | None) -> Task[Retrieved]:
+        """The objects, from wherever they are, as far as they are there."""
+        plan: list[StoredObject | DiskRead] = []
+        for one in wanted:
+            held = self._memory.find(one) or self._plan_read(one)
+            if held is None:
+                break
+            plan.append(held)
+        missing = None if len(plan) == len(wanted) else self._faults.reason(wanted[len(plan)].chunk)
+        reads = [one for one in plan if isinstance(one, DiskRead)]
+        if not reads:
+            objects = [one for one in plan if not isinstance(one, DiskRead)]
+            return immediate(self._deliver(objects, missing, starts, 0))
+
+        def settle(_: None) -> Retrieved:
+            objects: list[StoredObject] = []
+            miss, from_disk = missing, 0
+            for one in plan:
+                if not isinstance(one, DiskRead):
+                    objects.append(one)
+                    continue
+                found = self._settle_read(one)
+                if not isinstance(found, MissReason):
+                    objects.append(found)
+                    from_disk += 1
+                    continue
+                miss = found
+                break
+            return self._deliver(objects, miss, starts, from_disk)
+
+        return self._reading(reads).then(settle)
+
+    def _deliver(
+        self, objects: list[StoredObject], miss: MissReason | None, starts: Sequence[int] | None, from_disk: int
+    ) -> Retrieved:
+        for place, start in enumerate(starts or ()):
+            if place < len(objects) and objects[place].envelope.start != start:
+                del objects[place:]
+                miss = MissReason.IDENTITY_MISMATCH
+                break
+        if miss is not None:
+            self._undelivered[miss] += 1
+        from_disk = min(from_disk, len(objects))
+        self._retrieved["disk"] += from_disk
+        self._retrieved["memory"] += len(objects) - from_disk
+        return Retrieved(tuple(objects), miss)
+
+    def _plan_read(self, wanted: ObjectId) -> DiskRead | None:
+        return None if self._disk is None else self._disk.plan_read(wanted)
+
+    def _reading(self, reads: list[DiskRead]) -> Task[None]:
+        """Read from disk, in order, up to the first that fails."""
+        size = sum(read.charge for read in reads)
+        if self._pending and self._pending + size > self._limits.max_pending:
+            raise CacheBusyError(f"read: {self._pending} bytes are under way, of at most {self._limits.max_pending}")
+        self._pending += size
+
+        def work() -> None:
+            for read in reads:
+                if not read.run():
+                    break
+
+        def settle(ran: Ran[None], _now: float) -> None:
+            self._pending -= size
+            if not isinstance(ran, Done):
+                raise ran.error
+
+        return blocking(work, settle)
+
+    def _settle_read(self, read: DiskRead) -> StoredObject | MissReason:
+        """What a read found, in memory from now on if there is room and it was not cleared meanwhile."""
+        wanted, error = read.wanted, read.error
+        if read.found is not None:
+            if self._memory.find(wanted) is None and read.disk.turn(wanted.chunk, wanted.shard) is not None:
+                self._keep_in_memory(read.found)
+            return read.found
+        if isinstance(error, ObjectMissError):
+            if read.disk.drop(wanted, read.turn) and isinstance(error, EnvelopeError):
+                self._set_aside[error.reason] += 1
+                self._faults.note(wanted.name, error.reason)
+            return error.reason
+        read.disk.failed += 1
+        return MissReason.ABSENT
+
+    def _prefetch_chunk(self, chunk: ChunkId, world: int, groups: int) -> Task[bool]:
+        reads = []
+        for group in range(groups):
+            for rank in range(world):
+                wanted = ObjectId(*chunk, Shard(world, rank, group))
+                read = None if self._memory.contains(wanted) else self._plan_read(wanted)
+                if read is not None:
+                    reads.append(read)
+        reading = self._reading(reads)
+        self._prefetching.add(chunk)
+
+        def settle(ran: Ran[None], _now: float) -> bool:
+            self._prefetching.discard(chunk)
+            if not isinstance(ran, Done):
+                raise ran.error
+            for read in reads:
+                if isinstance(self._settle_read(read), MissReason):
+                    break
+            return self._presence.all_in(chunk, world, groups, MEMORY)
+
+        return reading.after(settle)
+
+    def _charge_in_memory(self, chunk: ChunkId) -> int:
+        """What a chunk takes or would take, roughly: files are a little larger than objects."""
+        resident = self._memory.residency.find(chunk)
+        if resident is None and self._disk is not None:
+            on_disk = self._disk.residency.find(chunk)
+            return on_disk.size if on_disk is not None else 0
+        return resident.size if resident is not None else 0
+
+
+def _check_keys(root: bytes, keys: Sequence[bytes]) -> None:
+    checked_digest(root, "root")
+    for key in keys:
+        if len(key) != DIGEST_SIZE:
+            checked_digest(key, "key")
+
+
+def _tier_status(residency: Residency[StoredObject] | Residency[int]) -> TierStatus:
+    return TierStatus(residency.budget, residency.used, len(residency), residency.objects, residency.evicted)

@@ -7,10 +7,9 @@ Belongs to the loop; not thread-safe.
 
 from __future__ import annotations
 
-import enum
 from functools import lru_cache
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,19 +17,16 @@ if TYPE_CHECKING:
     from protocol_v2.storage.names import ChunkId, Shard
 
 
-class Where(enum.IntFlag):
-    """Tiers that have a shard."""
-
-    NOWHERE = 0
-    MEMORY = 1
-    DISK = 2
+MEMORY: Final = 1
+DISK: Final = 2
+"""Tiers that may have a shard, as bits."""
 
 
 class _Held:
     __slots__ = ("full", "shards")
 
     def __init__(self) -> None:
-        self.shards: dict[Shard, Where] = {}
+        self.shards: dict[Shard, int] = {}
         #: world size and group of which every rank is there
         self.full: frozenset[tuple[int, int]] = frozenset()
 
@@ -45,30 +41,34 @@ class Presence:
         """Chunks of which at least one shard is somewhere."""
         return len(self._chunks)
 
-    def where(self, chunk: ChunkId, shard: Shard) -> Where:
-        """Tiers that have a shard."""
-        held = self._chunks.get(chunk)
-        return held.shards.get(shard, Where.NOWHERE) if held is not None else Where.NOWHERE
+    def count(self, root: bytes | None) -> int:
+        """Chunks of one space, or all."""
+        return len(self._chunks) if root is None else sum(1 for chunk in self._chunks if chunk[0] == root)
 
-    def add(self, chunk: ChunkId, shard: Shard, tier: Where) -> None:
+    def where(self, chunk: ChunkId, shard: Shard) -> int:
+        """Tiers that have a shard, as bits."""
+        held = self._chunks.get(chunk)
+        return held.shards.get(shard, 0) if held is not None else 0
+
+    def add(self, chunk: ChunkId, shard: Shard, tier: int) -> None:
         """A tier has a shard now."""
         held = self._chunks.get(chunk)
         if held is None:
             held = self._chunks[chunk] = _Held()
-        before = held.shards.get(shard, Where.NOWHERE)
+        before = held.shards.get(shard, 0)
         held.shards[shard] = before | tier
         if not before and len(held.shards) >= shard.world:
             world, _, group = shard
             if (world, group) not in held.full and all((world, rank, group) in held.shards for rank in range(world)):
                 held.full = _shared(held.full | {(world, group)})
 
-    def discard(self, chunk: ChunkId, shards: Iterable[Shard], tier: Where) -> None:
+    def discard(self, chunk: ChunkId, shards: Iterable[Shard], tier: int) -> None:
         """A tier does not have these shards any more."""
         held = self._chunks.get(chunk)
         if held is None:
             return
         for shard in shards:
-            left = held.shards.get(shard, Where.NOWHERE) & ~tier
+            left = held.shards.get(shard, 0) & ~tier
             if left:
                 held.shards[shard] = left
             elif held.shards.pop(shard, None) is not None and (shard.world, shard.group) in held.full:
@@ -88,13 +88,13 @@ class Presence:
             found.append(chunk)
         return found
 
-    def all_in(self, chunk: ChunkId, world: int, groups: int, tier: Where) -> bool:
+    def all_in(self, chunk: ChunkId, world: int, groups: int, tier: int) -> bool:
         """Whether one tier alone has every rank of every group."""
         held = self._chunks.get(chunk)
         if held is None:
             return False
         return all(
-            held.shards.get((world, rank, group), Where.NOWHERE) & tier  # type: ignore[call-overload]  # equal to a Shard
+            held.shards.get((world, rank, group), 0) & tier  # type: ignore[call-overload]  # equal to a Shard
             for group in range(groups)
             for rank in range(world)
         )

@@ -26,7 +26,10 @@ from protocol_v2.errors import LocalProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from protocol_v2.errors import ProtocolError
+
 T = TypeVar("T")
+U = TypeVar("U")
 W = TypeVar("W")
 
 
@@ -52,8 +55,8 @@ class Task(Generic[T]):
     """One operation; see the module's text for who calls what, where.
 
     Args:
-        work: the blocking part; None where there is none.
-        settle: from the outcome of the blocking part and the time to the operation's result.
+        run: the blocking part, which raises nothing; None where there is none.
+        settle: gives the operation's result, or raises what it ended in, at a time.
     """
 
     __slots__ = ("_run", "_settle", "_settled", "_started")
@@ -108,6 +111,23 @@ class Task(Generic[T]):
         except TaskCancelledError:
             return
 
+    def after(self, settle: Callable[[Ran[T], float], U]) -> Task[U]:
+        """A task that settles this one, and then itself by what this one gave or raised. This one is used up."""
+
+        def settle_both(now: float) -> U:
+            outcome: Ran[T]
+            try:
+                outcome = Done(self._settle_once(now))
+            except Exception as error:  # whatever it is, the outer task has something to give back first
+                outcome = Failed(error)
+            return settle(outcome, now)
+
+        return Task(None if self.ready else self.run, settle_both)
+
+    def then(self, change: Callable[[T], U]) -> Task[U]:
+        """A task that settles this one and changes its result; errors pass. This one is used up."""
+        return Task(None if self.ready else self.run, lambda now: change(self._settle_once(now)))
+
     def _settle_once(self, now: float) -> T:
         if self._settled:
             raise LocalProtocolError("task: settled twice")
@@ -141,3 +161,12 @@ def blocking(work: Callable[[], W], settle: Callable[[Ran[W], float], T]) -> Tas
 def immediate(result: T) -> Task[T]:
     """A task that is done already."""
     return Task(None, lambda _now: result)
+
+
+def failed(error: ProtocolError) -> Task[T]:
+    """A task that is done already, and ended in an error."""
+
+    def settle(_now: float) -> T:
+        raise error
+
+    return Task(None, settle)

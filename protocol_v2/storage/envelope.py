@@ -107,6 +107,12 @@ def encode_header(obj: StoredObject) -> bytes:
     return covered + hashlib.sha256(covered).digest()
 
 
+def encoded_size(envelope: Envelope) -> int:
+    """Bytes of the object: header and payload, without encoding either."""
+    tensors = sum(1 + len(tensor.dtype) + 1 + 8 * len(tensor.shape) + 8 for tensor in envelope.tensors)
+    return PRELUDE_BYTES + _FIXED.size + tensors + DIGEST_BYTES + envelope.payload_size
+
+
 def header_size(prelude: bytes | memoryview) -> int:
     """Bytes of the header that begins with these, at least 16.
 

@@ -66,23 +66,22 @@ class Removal:
     """Files to remove, decided on the loop and done in a thread. What is written meanwhile is spared.
 
     Attributes:
-        removed: what is gone now; the rest was written anew, was not there, or could not be removed.
-        spared: what was written since the decision.
+        left: what is still there and is not to go any more once `run` failed; nothing once it succeeded.
+        removed: how many files are gone by this.
     """
 
     def __init__(self, tier: DiskTier, objects: Sequence[ObjectId]) -> None:
         self._tier = tier
-        self._objects = objects
-        self.removed: set[ObjectId] = set()
-        self.spared: set[ObjectId] = set()
+        self.left: dict[ObjectId, None] = dict.fromkeys(objects)
+        self.removed = 0
 
     def run(self) -> None:
         """Remove the files.
 
         Raises:
-            TierError: one could not be removed; `removed` says how far it came.
+            TierError: one could not be removed; it and those after it are in `left`.
         """
-        for one in self._objects:
+        for one in list(self.left):
             self._tier.remove_doomed(one, self)
 
 
@@ -218,7 +217,7 @@ class DiskTier:
         """
         removal = self.doom([wanted])
         removal.run()
-        return wanted in removal.removed
+        return removal.removed == 1
 
     def doom(self, objects: Sequence[ObjectId]) -> Removal:
         """Decide to remove objects, none of which is being written; `Removal.run` does it. Never blocks."""
@@ -235,19 +234,25 @@ class DiskTier:
         """
         path = self._path(one.name)
         with self._lock:
-            if one in removal.spared:
+            if self._doomed.get(one) is not removal:  # written since
                 return
-            if self._doomed.get(one) is removal:
-                del self._doomed[one]
             try:
                 os.unlink(path)  # noqa: PTH108
+                removal.removed += 1
             except (FileNotFoundError, NotADirectoryError):
-                return
+                pass
             except OSError as error:
                 raise tier_error(error, "remove an object") from None
-            removal.removed.add(one)
+            del self._doomed[one]
+            del removal.left[one]
             with contextlib.suppress(OSError):  # other shards are still there
                 os.rmdir(path.parent)  # noqa: PTH106
+
+    def give_up(self, removal: Removal) -> None:
+        """Let what a removal has left live; for one that failed or will not be run. Never blocks."""
+        for one in list(removal.left):
+            if self._doomed.get(one) is removal:
+                self._doomed.pop(one, None)  # a write in another thread may have been faster
 
     def touch(self, uses: Sequence[ObjectId]) -> None:
         """Record uses, least recent first, as modification times: they order eviction after a restart.
@@ -329,7 +334,7 @@ class DiskTier:
                 turn = self._turns
                 removal = self._doomed.pop(written, None) if written is not None else None
                 if removal is not None and written is not None:
-                    removal.spared.add(written)
+                    removal.left.pop(written, None)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)  # noqa: PTH108

@@ -75,7 +75,8 @@ class Residency(Generic[V]):
     """
 
     def __init__(self, budget: int, protected: Callable[[ChunkId], bool], *, track_uses: bool = False) -> None:
-        self._budget = budget
+        self.budget = budget
+        """Bytes. Where it is lowered, the next `make_room` acts on it."""
         self._protected = protected
         self._chunks: dict[ChunkId, Resident[V]] = {}
         self._children: dict[Joint, int] = {}
@@ -94,11 +95,6 @@ class Residency(Generic[V]):
 
     def __iter__(self) -> Iterator[Resident[V]]:
         return iter(self._chunks.values())
-
-    @property
-    def budget(self) -> int:
-        """Bytes."""
-        return self._budget
 
     @property
     def used(self) -> int:
@@ -131,13 +127,13 @@ class Residency(Generic[V]):
             TierFullError: they cannot fit now; then nothing went.
         """
         gone: list[Resident[V]] = []
-        while self._used + self._reserved + size > self._budget:
-            victim = self._next_victim(keep) if size <= self._budget else None
+        while self._used + self._reserved + size > self.budget:
+            victim = self._next_victim(keep) if size <= self.budget else None
             if victim is None:
                 for one in reversed(gone):
                     self.restore(one)
                 self._requeue(keep)
-                raise TierFullError(f"room: wanted {size} bytes of {self._budget}; what must stay takes {self.used}")
+                raise TierFullError(f"room: wanted {size} bytes of {self.budget}; what must stay takes {self.used}")
             self._take_out(victim)
             gone.append(victim)
         self._requeue(keep)
