@@ -20,7 +20,7 @@ from protocol_v2.cache import ChunkCache
 from protocol_v2.hello import Limits
 from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import ServerTerms
-from protocol_v2.server import CacheServer
+from protocol_v2.server import CacheServer, checked_addresses
 from protocol_v2.service import CacheService
 from protocol_v2.tiers import DiskTier, Fsync
 
@@ -66,7 +66,7 @@ def serve(options: ServeOptions) -> None:
     )
     stop = threading.Event()
     with _stopped_by_signals(stop):
-        for address in options.listen:
+        for address in checked_addresses(options.listen):
             if address.startswith("ipc://"):
                 Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         service = CacheService(

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -73,7 +74,7 @@ class CacheServer:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._locks: list[int] = []
+        self._locks: list[tuple[int, str]] = []
         self._failure: BaseException | None = None
 
     @property
@@ -174,11 +175,13 @@ class CacheServer:
         except BlockingIOError:
             os.close(lock)
             raise AddressInUseError(f"{IPC}{path}: another server listens there; stop it or choose another") from None
-        self._locks.append(lock)
+        self._locks.append((lock, path))
 
     def _release_locks(self) -> None:
         while self._locks:
-            os.close(self._locks.pop())
+            lock, path = self._locks.pop()
+            Path(path).unlink(missing_ok=True)  # ours as long as the lock is
+            os.close(lock)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: a wake-up is under way already; closed: nobody is there to wake
