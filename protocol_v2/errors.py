@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MAX_ERROR_TEXT = 512
 """Characters of an error text that travels or is kept; a peer's text is cut to this."""
 
+MAX_SHOWN = 256
+"""Characters of a field's name or value that travels in an answer to a hello."""
+
 
 class ProtocolError(Exception):
     """Base of every error of this package; only subclasses are raised."""
@@ -61,7 +64,7 @@ class HandshakeError(RemoteProtocolError):
     ) -> None:
         super().__init__(ErrorCode.MALFORMED, message, request_id=request_id)
         self.refusal_code = refusal_code
-        self.field = field[:MAX_ERROR_TEXT]
+        self.field = field[:MAX_SHOWN]
 
 
 class ServerError(ProtocolError):

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from protocol_v2.body import decode, encode, split_map
 from protocol_v2.codes import RefusalCode, code_name
-from protocol_v2.errors import HandshakeError, LocalProtocolError, RemoteProtocolError
+from protocol_v2.errors import MAX_SHOWN, HandshakeError, LocalProtocolError, RemoteProtocolError
 from protocol_v2.versions import GREASE_PREFIX, MAX_VERSION, grease_number
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ MAX_NAMES: Final = 64
 MAX_NAME_TEXT: Final = 128
 
 MAX_DIFFERENCES: Final = 16
-MAX_SHOWN: Final = 256
-"""Differences that an answer states, and characters of each text in them: so it fits its cap, whatever was asked."""
+"""Differences that an answer states: with texts cut to `MAX_SHOWN` it fits its cap, whatever was asked."""
 
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=MAX_NAMES)]

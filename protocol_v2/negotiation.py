@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol_v2.codes import RefusalCode
-from protocol_v2.errors import HandshakeError, LocalProtocolError
+from protocol_v2.errors import MAX_SHOWN, HandshakeError, LocalProtocolError
 from protocol_v2.hello import (
     MAX_DIFFERENCES,
     MAX_NAME_TEXT,
     MAX_NAMES,
-    MAX_SHOWN,
     Floor,
     Hello,
     Limits,

@@ -119,9 +119,10 @@ def to_torch(meta: TensorMeta, frame: Frame, *, share_read_only: bool = False) -
     """A CPU torch tensor over a received frame.
 
     Args:
-        meta: what the frame holds. frame: the bytes. share_read_only: a read-only frame (`bytes`) is copied, since
-        torch would let the caller write into it; with True
-            it is shared, and the caller promises not to write.
+        meta: what the frame holds.
+        frame: the bytes.
+        share_read_only: a read-only frame (`bytes`) is copied, since torch would let the caller write into it; with
+            True it is shared, and the caller promises not to write.
 
     Raises:
         TensorError: the frame has not the bytes that the description promises.
