@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from keying import CacheSalt, ChunkKey, ExtraKey, LoraAdapter, MultimodalItem, chunk_keys
 from protocol_v2.errors import ServerError
 from protocol_v2.identity import keys_of_digests
-from protocol_v2.messages import ClearRequest, EndSessionRequest, PrefetchRequest, ReleaseRequest
+from protocol_v2.messages import ClearRequest, EndSessionRequest, PingRequest, PrefetchRequest, ReleaseRequest
 from protocol_v2.tiers import DiskTier, Fsync
 from tests.protocol_v2.service_harness import SPACE, Client, Harness, store_message
 
@@ -196,9 +196,11 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def the_server_lives(self) -> None:
-        """Bounds hold, nothing is set aside, no handler failed."""
+        """Both clients' heartbeats are answered, bounds hold, nothing is set aside."""
         if not self.clients:
             return
+        for peer in self.clients:
+            assert self.harness.service.boot_id == peer.ask(PingRequest()).boot
         facts = self.harness.service.status(self.harness.now)
         used, budget = facts["tier.memory.used"], facts["tier.memory.budget"]
         assert isinstance(used, int)
@@ -210,11 +212,13 @@ class Fleet(RuleBasedStateMachine):
         """When every session has ended, no lease is left and no chunk is held."""
         if not self.clients:
             return
-        for client, session in self.sessions:
-            self.clients[client].ask(EndSessionRequest(session=session))
-        assert (0, 0) == (self.harness.fact("cache.leases"), self.harness.fact("cache.held"))
-        self.harness.service.close(self.harness.now)
-        self.folder.cleanup()
+        try:
+            for client, session in self.sessions:
+                self.clients[client].ask(EndSessionRequest(session=session))
+            assert (0, 0) == (self.harness.fact("cache.leases"), self.harness.fact("cache.held"))
+        finally:
+            self.harness.service.close(self.harness.now)
+            self.folder.cleanup()
 
 
 TestFleet = Fleet.TestCase
