@@ -22,8 +22,8 @@ from protocol_v2.storage.schema import STORAGE_SCHEMA
 ROOT_PREFIX_BYTES: Final = 16
 MAX_WORLD: Final = 0xFFFF
 MAX_GROUP: Final = 0xFFFF
-MAX_NAME_BYTES: Final = 127
-"""Longest name: five digits for schema, world, rank and group each."""
+MAX_NAME_BYTES: Final = 124
+"""Longest name: five digits each for schema, world, rank and group."""
 
 SCHEMA_FOLDER: Final = f"xk{STORAGE_SCHEMA}"
 """First component of every name that this code writes."""
