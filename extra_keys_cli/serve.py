@@ -74,14 +74,8 @@ def serve(options: ServeOptions) -> None:
             ServerTerms(boot_id=os.urandom(BOOT_ID_BYTES), limits=Limits(), software="extra-keys"),
             started=time.monotonic(),
         )
-        server = CacheServer(options.listen, service, workers=options.workers)
-        try:
-            server.start()
-        except BaseException:
-            service.close(time.monotonic())
-            raise
         with contextlib.ExitStack() as stack:
-            stack.callback(server.stop)
+            server = stack.enter_context(CacheServer(options.listen, service, workers=options.workers))
             if options.metrics_port is not None:
                 stack.enter_context(_metrics(options.metrics_port, service))
             if not options.quiet:

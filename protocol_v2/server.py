@@ -74,6 +74,7 @@ class CacheServer:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        self._ended = False
         self._locks: list[tuple[int, str]] = []
         self._failure: BaseException | None = None
 
@@ -88,20 +89,20 @@ class CacheServer:
         return self._addresses[0]
 
     def start(self) -> Self:
-        """Bind and begin to answer.
+        """Bind and begin to answer. Where that fails everything is given back, the service closed included.
 
         Raises:
             AddressInUseError: another live server is there.
             OSError: the address cannot be bound.
         """
-        if self._thread is not None:
+        if self._thread is not None or self._ended:
             raise LocalProtocolError("server: started twice; make another one")
         context = zmq.Context()
         try:
             router = self._bind(context)
         except BaseException:
             context.destroy(linger=0)
-            self._release_locks()
+            self._end()
             raise
         self._thread = threading.Thread(target=self._run, args=(context, router), name="extra-keys-server", daemon=True)
         self._thread.start()
@@ -120,7 +121,7 @@ class CacheServer:
         self._wake()
         thread = self._thread
         if thread is None:
-            self._service.close(time.monotonic())
+            self._end()
             return
         thread.join(timeout)
         if thread.is_alive():
@@ -183,6 +184,15 @@ class CacheServer:
             Path(path).unlink(missing_ok=True)  # ours as long as the lock is
             os.close(lock)
 
+    def _end(self) -> None:
+        """Give back what the constructor and `start` took; once."""
+        if not self._ended:
+            self._ended = True
+            self._service.close(time.monotonic())
+            self._release_locks()
+            self._wake_in.close()
+            self._wake_out.close()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: a wake-up is under way already; closed: nobody is there to wake
             self._wake_out.send(b"\0")
@@ -199,13 +209,10 @@ class CacheServer:
             now = time.monotonic()
             while self._finished:
                 self._service.finish(self._finished.popleft(), now)
-            self._service.close(now)
             self._flush(router)
             router.close(linger=200)
             context.term()
-            self._release_locks()
-            self._wake_in.close()
-            self._wake_out.close()
+            self._end()
 
     def _loop(self, router: zmq.Socket[bytes], executor: ThreadPoolExecutor) -> None:
         service = self._service

@@ -252,7 +252,7 @@ class CacheService:
         log.debug("a message to %s was not sent: errno %d", identity.hex(), errno)
 
     def close(self, now: float) -> None:
-        """End all sessions and close the cache; blocks while the cache writes what it has. Idempotent."""
+        """End all sessions and close the cache, once; blocks while the cache writes what it has."""
         for peer in list(self._peers.values()):
             self._drop(peer, now)
         if self._front is not None:
