@@ -69,9 +69,10 @@ def read_answer(frames: Sequence[Frame], uid: int) -> frozenset[str] | None:
     if frames[1] != GET_EXPERIMENTAL or not _is_uid(frames[0]):
         return None
     try:
-        return frozenset(decode(frames[2], _names, "get_experimental")) if _uid.decode(frames[0]) == uid else None
+        names: list[str] = decode(frames[2], _names, "get_experimental")
     except RemoteProtocolError:
         return None
+    return frozenset(names) if _uid.decode(frames[0]) == uid else None
 
 
 def _is_uid(frame: Frame) -> bool:

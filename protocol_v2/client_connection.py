@@ -40,7 +40,7 @@ from protocol_v2.hello import (
     transcript_digest,
 )
 from protocol_v2.identity import space_to_wire
-from protocol_v2.messages import ErrorReply, PingReply, Reply, decode_message, encode_message
+from protocol_v2.messages import ErrorReply, Message, PingReply, Reply, decode_message, encode_message
 from protocol_v2.negotiation import ClientTerms, check_welcome
 from protocol_v2.state import Input, State
 
@@ -104,6 +104,10 @@ class ClientConnection(Connection):
             case SendRequest():
                 return self._send_request(event, now)
         raise LocalProtocolError(f"{type(event).__name__}: a client never sends this")
+
+    def abandon(self, request_id: int) -> None:
+        """Forget a request that could not be sent, or that nobody waits for; a reply to it is ignored."""
+        self._pending.pop(request_id, None)
 
     def expire(self, now: float) -> list[Event]:
         """See `Connection.expire`."""
@@ -181,10 +185,19 @@ class ClientConnection(Connection):
             min(math.ceil(timeout * 1000), MAX_DEADLINE_MS),
             self._short_digest(),
         )
-        frames = join(prelude, encode_message(event.message), event.payload)
+        frames = join(prelude, self._checked(event.message, session.agreement.wire), event.payload)
         self._state.step(Input.REQUEST)
         self._pending[event.request_id] = Pending(event.message, now + timeout)
         return frames
+
+    def _checked(self, message: Message, wire: int) -> bytes:
+        """The body of a message that the server will be able to read; the bounds are those of the decoder."""
+        body = encode_message(message)
+        try:
+            decode_message(message.code, body, wire=wire)
+        except RemoteProtocolError as error:
+            raise LocalProtocolError(str(error)) from None
+        return body
 
     def _receive_answer(self, envelope: Envelope, now: float) -> list[Event]:
         """What answers the hello that is pending."""

@@ -37,6 +37,10 @@ class LocalProtocolError(ProtocolError, ValueError):
     """We were misused: a value, a state or an order that this side must not use. Nothing was sent."""
 
 
+class LocalTypeError(LocalProtocolError, TypeError):
+    """We were misused: a value of a wrong type."""
+
+
 class RemoteProtocolError(ProtocolError):
     """The peer broke the rules.
 

@@ -449,6 +449,16 @@ def test_a_reply_beyond_the_caps_fails_its_request(pair: ConnectionPair) -> None
     assert State.OPEN is pair.client.state
 
 
+def test_an_abandoned_request_is_forgotten(pair: ConnectionPair) -> None:
+    """What could not be sent, or is not waited for, leaves no entry, and a reply to it is ignored."""
+    received = pair.request(PingRequest())
+    pair.client.abandon(received.request_id)
+    pair.client.abandon(received.request_id)
+    assert 0 == pair.client.pending
+    pair.server_sends(SendReply(received.request_id, PingReply(boot=SERVER_BOOT)))
+    assert [] == pair.at_client()
+
+
 def test_late_and_repeated_replies_are_ignored_by_id(pair: ConnectionPair) -> None:
     """M7: a reply after the deadline, and a second reply, answer nothing."""
     request_id = pair.ask(PingRequest(), timeout=0.1)

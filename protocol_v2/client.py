@@ -1,0 +1,349 @@
+"""`CacheClient`: the synchronous client, for connectors, whose scheduler is synchronous.
+
+Thread-safe: any thread may call it, calls run side by side, each waits for its own reply. One background thread owns
+the socket (`client_thread.py`). No call waits longer than its timeout and a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from protocol_v2 import operations
+from protocol_v2.client_thread import ClientThread, chance, is_settled
+from protocol_v2.errors import ClientClosedError, LocalProtocolError, ProtocolError, RequestTimeoutError
+from protocol_v2.negotiation import ClientTerms, Offer
+from protocol_v2.operations import (
+    AwaitLimits,
+    ClearResult,
+    EndSessionResult,
+    LookupResult,
+    PrefetchResult,
+    ReleaseResult,
+    RetrieveResult,
+    StoreResult,
+)
+from protocol_v2.session_keeper import Patience, Phase, SessionKeeper
+from protocol_v2.tensors import to_torch
+from protocol_v2.wire_keys import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from keying import KeySpace
+    from protocol_v2.events import Established
+    from protocol_v2.frames import Frame
+    from protocol_v2.hello import Limits
+    from protocol_v2.messages import PingReply
+    from protocol_v2.operations import Answer, Ask, KeysLike, Operation
+    from protocol_v2.session_keeper import ForeignPolicy, KeeperCounters
+    from protocol_v2.tensors import TensorMeta
+
+R = TypeVar("R")
+
+DEFAULT_TIMEOUT: Final = 10.0
+MAX_FRAME_BYTES: Final = (1 << 30) + (16 << 20)
+"""A gibibyte of payload in one frame, which is the default limit of a server, and room for a header."""
+
+GRACE: Final = 2.0
+"""Seconds beyond a timeout in which the background thread ends a request; only a hung process needs more."""
+
+WHOLE: Final = Shard()
+"""The only shard of a world of one."""
+
+
+class ClientBase:
+    """What the synchronous and the asyncio client share.
+
+    Connects in the background, at once and again after every loss. While there is no session, lookups miss, and nothing
+    stalls: see `session_keeper.py` for when a call waits and when it fails at once. Results that come from no cache
+    say so in `failure`.
+
+    A client belongs to the process that made it; after a fork every call raises `ClientClosedError`.
+
+    Args:
+        address: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        space: what the keys are derived in; None for tools that send no keys.
+        offer: what to offer and what to accept; None: what this code can, and nothing below schema 2.
+        role: a label for people.
+        software: likewise.
+        timeout: seconds that a call takes at most, where it does not say otherwise.
+        patience: how long to wait for what while connecting.
+        on_foreign: asked for a tunnel when the server does not know ``extra_keys/2``; None bypasses such servers.
+        max_pending: requests that may be unanswered at a time.
+        max_frame_bytes: a larger frame from the server ends the connection.
+
+    Raises:
+        LocalProtocolError: an address or another value that cannot be.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        space: KeySpace | None = None,
+        *,
+        offer: Offer | None = None,
+        role: str = "client",
+        software: str = "",
+        timeout: float = DEFAULT_TIMEOUT,
+        patience: Patience | None = None,
+        on_foreign: ForeignPolicy | None = None,
+        max_pending: int = 1024,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.space = space
+        self.timeout = checked_timeout(timeout)
+        patience = patience or Patience()
+        terms = ClientTerms(
+            os.urandom(16),
+            space,
+            offer or Offer(),
+            role=role,
+            software=software,
+            hello_timeout=patience.answer,
+            max_pending=max_pending,
+        )
+        keeper = SessionKeeper(terms, patience=patience, chance=chance, on_foreign=on_foreign)
+        self._thread = ClientThread(address, keeper, max_frame_bytes=max_frame_bytes)
+
+    @property
+    def phase(self) -> Phase:
+        """How far we are with the server."""
+        return self._thread.keeper.phase
+
+    @property
+    def failure(self) -> ProtocolError | None:
+        """Why there is no session; None while one stands or the first attempt is under way."""
+        return self._thread.keeper.failure
+
+    @property
+    def established(self) -> Established | None:
+        """What the last welcome said."""
+        return self._thread.keeper.established
+
+    @property
+    def counters(self) -> KeeperCounters:
+        """What has happened so far; changes while it is looked at."""
+        return self._thread.keeper.counters
+
+    @property
+    def pending(self) -> int:
+        """Requests that have not ended."""
+        return self._thread.keeper.pending
+
+
+class CacheClient(ClientBase):
+    """The synchronous client of one server; see `ClientBase` for how it is made."""
+
+    # ---- the session
+
+    def wait_ready(self, timeout: float | None = None) -> Established | None:
+        """Wait for a session.
+
+        Returns:
+            What the welcome said; None for a session through a tunnel.
+
+        Raises:
+            ProtocolError: why there is none (yet): `SpaceMismatchError`, `NegotiationRefusedError`,
+                `UnsupportedServerError`, `ServerUnavailableError`, or `RequestTimeoutError`.
+        """
+        self._limits(checked_timeout(self.timeout if timeout is None else timeout))
+        return self._thread.keeper.established
+
+    def close(self) -> None:
+        """End at once; what is pending fails. In under two seconds whatever the server does. Idempotent."""
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- chunks
+
+    def lookup(
+        self,
+        session: str,
+        keys: KeysLike,
+        *,
+        world: int = 1,
+        groups: int = 1,
+        lease: bool = True,
+        timeout: float | None = None,
+    ) -> LookupResult:
+        """How many leading chunks does every shard hold?
+
+        Args:
+            session: the engine's request, 1 to 256 characters; bound to one identity by its first keyed call.
+            keys: chunk keys or digests of the prompt, from the first chunk on; or `Keys` of tokens and extra keys.
+            world: shards that a value has in each KV group.
+            groups: KV groups.
+            lease: keep the hit for a retrieve.
+            timeout: seconds.
+
+        Raises:
+            ServerError: the identity is not the session's, or is none.
+            LocalProtocolError: a value that cannot be sent.
+            ClientClosedError: closed, or after a fork.
+        """
+        return self._run(
+            operations.lookup(session=session, keys=keys, world=world, groups=groups, lease=lease), timeout
+        )
+
+    def retrieve(
+        self,
+        lease: bytes,
+        count: int,
+        *,
+        first: int = 0,
+        shard: Shard = WHOLE,
+        make: Callable[[TensorMeta, Frame], Any] | None = None,
+        timeout: float | None = None,
+    ) -> RetrieveResult:
+        """Tensors of the chunks [first, first + count) of a lease.
+
+        Args:
+            lease: of a lookup.
+            count: chunks, at least 1.
+            first: the first of them.
+            shard: whose tensors.
+            make: what to make of a description and a frame; None: torch tensors over the received memory.
+            timeout: seconds.
+
+        Raises:
+            as `lookup`.
+        """
+        make = make or partial(to_torch, share_read_only=True)
+        return self._run(operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make), timeout)
+
+    def store(
+        self,
+        session: str,
+        keys: KeysLike,
+        tensors: Sequence[Any],
+        *,
+        first: int = 0,
+        shard: Shard = WHOLE,
+        places: Sequence[tuple[int, int]] | None = None,
+        timeout: float | None = None,
+    ) -> StoreResult:
+        """Store one shard's tensors of the chunks [first, first + len(tensors)).
+
+        Contiguous CPU tensors are sent from their own memory: they must not change until this returns. When it has
+        returned, for whatever reason, they may.
+
+        Args:
+            session: as in `lookup`.
+            keys: as in `lookup`, at least as far as the last chunk stored.
+            tensors: for each chunk a tensor or a list of tensors.
+            first: index of the first chunk that is stored.
+            shard: whose tensors these are.
+            places: (start, tokens) of each chunk; None: those of the chunk keys, else of full chunks.
+            timeout: seconds.
+
+        Raises:
+            TensorError: something that does not travel.
+            ServerError, LocalProtocolError, ClientClosedError: as `lookup`.
+        """
+        return self._run(
+            operations.store(
+                session=session, keys=keys, tensors=tensors, first=first, shard=shard, places=places, space=self.space
+            ),
+            timeout,
+        )
+
+    def prefetch(
+        self, session: str, keys: KeysLike, *, world: int = 1, groups: int = 1, timeout: float | None = None
+    ) -> PrefetchResult:
+        """Bring chunks from slower tiers into memory, without waiting for them. Arguments as in `lookup`."""
+        return self._run(operations.prefetch(session=session, keys=keys, world=world, groups=groups), timeout)
+
+    def release(
+        self, lease: bytes, *, first: int = 0, count: int | None = None, timeout: float | None = None
+    ) -> ReleaseResult:
+        """Give back the chunks [first, first + count) of a lease, all from `first` on without a count. Idempotent."""
+        return self._run(operations.release(lease=lease, first=first, count=count), timeout)
+
+    def end_session(self, session: str, *, timeout: float | None = None) -> EndSessionResult:
+        """The engine's request is over: its session and leases end. Idempotent."""
+        return self._run(operations.end_session(session=session), timeout)
+
+    # ---- the server
+
+    def ping(self, *, timeout: float | None = None) -> PingReply:
+        """Is the loop alive that does the work? Raises `ProtocolError` if no answer comes."""
+        return self._run(operations.ping(), timeout)
+
+    def status(self, *, timeout: float | None = None) -> dict[str, int | float | str | bool | None]:
+        """The server's facts by dotted name. Raises `ProtocolError` if no answer comes."""
+        return self._run(operations.status(), timeout)
+
+    def clear(self, scope: str, *, timeout: float | None = None) -> ClearResult:
+        """Forget entries that are not leased: of the space (``space``) or all (``all``). Raises as `ping`."""
+        return self._run(operations.clear(scope=scope), timeout)
+
+    # ---- running operations
+
+    def _run(self, operation: Operation[R], timeout: float | None) -> R:
+        ends = time.monotonic() + checked_timeout(self.timeout if timeout is None else timeout)
+        self._thread.check_usable()
+        try:
+            step = next(operation)
+            while True:
+                rest = ends - time.monotonic()
+                answer: Answer
+                if rest <= 0:
+                    answer = RequestTimeoutError("the time of the whole call is over")
+                elif isinstance(step, AwaitLimits):
+                    answer = self._limits_or_error(rest)
+                else:
+                    answer = self._ask(step, rest)
+                step = operation.send(answer)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+
+    def _ask(self, step: Ask, timeout: float) -> Answer:
+        ticket, future = self._thread.submit(step.message, step.payload, timeout)
+        try:
+            return future.result(timeout + GRACE)
+        except FutureTimeoutError:
+            self._thread.cancel(ticket)
+            return RequestTimeoutError("the client's own thread did not answer in time")
+        except CancelledError:
+            return ClientClosedError("the client was closed")
+
+    def _limits_or_error(self, timeout: float) -> Limits | ProtocolError:
+        try:
+            return self._limits(timeout)
+        except ProtocolError as error:
+            return error
+
+    def _limits(self, timeout: float) -> Limits:
+        keeper = self._thread.keeper
+        if not self._thread.wait_for_phase(is_settled, timeout):
+            raise RequestTimeoutError("no session before the deadline")
+        limits, failure = keeper.limits, keeper.failure
+        if limits is None:
+            raise failure or ClientClosedError("the client was closed")
+        return limits
+
+
+def checked_timeout(timeout: float) -> float:
+    """Seconds that a call may take.
+
+    Raises:
+        LocalProtocolError: not a number above 0, or endless.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise LocalProtocolError(f"timeout: got {timeout!r}, wanted a number of seconds above 0")
+    return float(timeout)
