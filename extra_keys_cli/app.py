@@ -1,5 +1,6 @@
 """The commands of ``extra-keys`` and their options. Each command imports what it needs, so that ``--help`` is quick."""
 
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +92,48 @@ def serve(
                 quiet=quiet,
             )
         )
+
+
+@app.command()
+def demo(
+    requests: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Captured requests, a JSON object a line.", show_default="32 from vLLM 0.32"),
+    ] = None,
+    chunk_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens in a chunk.")] = 32,
+) -> None:
+    """Show the whole at work on requests captured from a real vLLM engine.
+
+    A server starts in a temporary folder. Text, pictures, adapters and salts go through derive, lookup, store and
+    retrieve, twice, and again after a restart of the server. A table shows what was hit, why not more, and what keys
+    over raw tokens would have served wrongly. Exit code 1 if any hit was wrong, missing, or lost.
+    """
+    with explained():
+        from extra_keys_cli.captured import default_file, read_captured
+        from extra_keys_cli.demo import demo as run
+
+        captured = read_captured(requests or default_file())
+        with tempfile.TemporaryDirectory(prefix="extra-keys-demo-") as folder:
+            right = run(captured, Path(folder), chunk_size)
+        if not right:
+            raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    address: Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT.", show_default=False)],
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for a session.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say hello to a server and print both sides and what was agreed.
+
+    Exit code 0 only if a session of wire protocol 2 stands.
+    """
+    with explained():
+        from extra_keys_cli.probe import probe as run
+
+        if not run(address, timeout, as_json=as_json):
+            raise typer.Exit(1)
 
 
 @app.command()
