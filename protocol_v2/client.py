@@ -128,6 +128,11 @@ class ClientBase:
         return self._thread.keeper.established
 
     @property
+    def capabilities(self) -> frozenset[str] | None:
+        """What the server last listed when it was asked for its capabilities; None before it answered."""
+        return self._thread.keeper.capabilities
+
+    @property
     def counters(self) -> KeeperCounters:
         """What has happened so far; changes while it is looked at."""
         return self._thread.keeper.counters

@@ -36,6 +36,7 @@ from protocol_v2.errors import (
     RemoteProtocolError,
     RequestTimeoutError,
     ServerUnavailableError,
+    SessionLostError,
     SpaceMismatchError,
     UnsupportedServerError,
 )
@@ -308,7 +309,7 @@ class SessionKeeper:
     @property
     def pending(self) -> int:
         """Requests that have not ended."""
-        return len(self._waiting) + (0 if self._live is None else len(self._live.sent))
+        return len(self._waiting) + len(self._tickets())
 
     def take_actions(self) -> list[Action]:
         """What the shell is to do now, in order."""
@@ -554,8 +555,7 @@ class SessionKeeper:
             self.counters.timeouts += 1
             if live.heard <= sent.at:
                 self._grow_suspicious(live, sent, now)
-        if sent.ticket != _PING:
-            self._finish(sent.ticket, outcome)
+        self._finish(sent.ticket, outcome)
 
     def _grow_suspicious(self, live: _Live, sent: _Sent, now: float) -> None:
         """Nothing was heard for the whole time of a request."""
@@ -592,19 +592,15 @@ class SessionKeeper:
             return
         self.counters.lost += 1
         log.info("session lost: %s", reason)
-        failed = [
-            (live.sent.pop(event.request_id), event.error)
-            for event in events
-            if isinstance(event, RequestFailed) and event.request_id in live.sent
-        ]
-        if now - live.since < SHORT_LIFE:
+        errors = {event.request_id: event.error for event in events if isinstance(event, RequestFailed)}
+        rest = SessionLostError(f"session lost: {reason}")
+        if live.suspect or now - live.since < SHORT_LIFE:
             self._attempt_failed(ServerUnavailableError(f"session lost: {reason}"), now)
         else:
             self._failures = 0
             self._down(None, now)
-        for sent, error in failed:
-            if sent.ticket != _PING:
-                self._finish(sent.ticket, error)
+        for request_id, sent in live.sent.items():
+            self._finish(sent.ticket, errors.get(request_id, rest))
 
     # ---- helpers
 
