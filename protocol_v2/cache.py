@@ -34,10 +34,13 @@ from protocol_v2.leases import LeaseScopeError, LeaseTable, LeaseTableFullError,
 from protocol_v2.outcomes import CacheStatus, Cleared, Hit, Prefetch, Retrieved, StoreOutcome, TierStatus
 from protocol_v2.presence import DISK, MEMORY, Presence
 from protocol_v2.sessions import SESSION_TTL, SessionTable
+from protocol_v2.storage.envelope import encoded_size
 from protocol_v2.storage.errors import EnvelopeError, ObjectMissError, StorageValueError
 from protocol_v2.storage.names import MAX_GROUP, MAX_WORLD, ObjectId, Shard, checked_digest
+from protocol_v2.storage.objects import NO_PARENT
 from protocol_v2.storage.schema import schema_fault
 from protocol_v2.tiers.base import TierError, TierFullError
+from protocol_v2.tiers.layout import charge_of
 from protocol_v2.tiers.memory import MemoryTier
 from protocol_v2.work import Done, Ran, Task, blocking, failed, immediate
 
@@ -356,6 +359,8 @@ class ChunkCache:
         if self._presence.where(chunk, shard) & (MEMORY if self._disk is None else DISK):
             self._touch([chunk])
             return self._stored_as(StoreOutcome.PRESENT)
+        if self._is_loose(obj) and not self._fits(obj):
+            return self._stored_as(StoreOutcome.DECLINED)
         if self._disk is None:
             outcome = StoreOutcome.STORED if self._keep_in_memory(obj) else StoreOutcome.DECLINED
             return self._stored_as(outcome)
@@ -540,6 +545,19 @@ class ChunkCache:
         if not self._leases.retake(lapsed, now):
             raise LeaseTableFullError("leases: it expired and there is no room to take it again; look up later")
         return lapsed
+
+    def _is_loose(self, obj: StoredObject) -> bool:
+        """Whether the chunk before this one is nowhere: then no lookup can come to this one."""
+        root, parent = obj.envelope.chain[1]
+        if parent in (root, NO_PARENT) or self._presence.has((root, parent)):
+            return False
+        return self._disk is None or not self._disk.is_writing((root, parent))
+
+    def _fits(self, obj: StoredObject) -> bool:
+        """Whether an object can be kept without anything going."""
+        if self._disk is None:
+            return self._memory.residency.fits(obj.charge)
+        return self._disk.residency.fits(charge_of(encoded_size(obj.envelope)))
 
     def _stored_as(self, outcome: StoreOutcome) -> Task[StoreOutcome]:
         self._stored[outcome] += 1

@@ -64,6 +64,7 @@ class DurableSide:
         self._is_held = is_held
         self._writes: dict[ObjectId, list[_Write]] = {}
         self._writing: Counter[ChunkId] = Counter()
+        self._guarded: Counter[ChunkId] = Counter()
         self._strays: dict[ObjectId, None] = {}
         self.residency: Residency[int] = Residency(tier.budget, self._is_protected, track_uses=True)
         self.failed = 0
@@ -76,7 +77,7 @@ class DurableSide:
             self.residency.add(found.envelope, 0, found.charge)
             self._presence.add(found.envelope.id.chunk, found.envelope.id.shard, DISK)
         self._update_budget()
-        victims, removal = self._evict(0, None)
+        victims, removal = self._evict(0, ())
         try:
             removal.run()
         except TierError:
@@ -87,6 +88,10 @@ class DurableSide:
     def turn(self, chunk: ChunkId, shard: Shard) -> int | None:
         """Which write a shard on disk comes from; None if it is not there."""
         return self.residency.value(chunk, shard)
+
+    def is_writing(self, chunk: ChunkId) -> bool:
+        """Whether some shard of a chunk is being written."""
+        return chunk in self._writing
 
     def plan_read(self, wanted: ObjectId) -> DiskRead | None:
         """A read of an object, if it is on disk."""
@@ -102,11 +107,12 @@ class DurableSide:
         """
         charge = charge_of(encoded_size(obj.envelope))
         self._update_budget()
-        victims, removal = self._evict(charge, obj.id.chunk)
+        victims, removal = self._evict(charge, obj.envelope.chain)
         self.residency.reserve(charge)
         write = _Write()
         self._writes.setdefault(obj.id, []).append(write)
         self._writing[obj.id.chunk] += 1
+        self._guarded.update(obj.envelope.chain)
 
         def work() -> Written:
             removal.run()
@@ -114,7 +120,7 @@ class DurableSide:
 
         def settle(ran: Ran[Written], _now: float) -> None:
             self.residency.reserve(-charge)
-            self._end_write(obj.id, write)
+            self._end_write(obj, write)
             if isinstance(ran, Done):
                 self._settle_written(obj, write, ran.value)
                 return
@@ -198,12 +204,12 @@ class DurableSide:
         return blocking(lambda: self.tier.touch(uses), settle)
 
     def _is_protected(self, chunk: ChunkId) -> bool:
-        return chunk in self._writing or self._is_held(chunk)
+        return chunk in self._guarded or self._is_held(chunk)
 
     def _update_budget(self) -> None:
         self.residency.budget = max(0, self.tier.budget - self.tier.quarantine)
 
-    def _evict(self, charge: int, keep: ChunkId | None) -> tuple[list[Resident[int]], Removal]:
+    def _evict(self, charge: int, keep: Sequence[ChunkId]) -> tuple[list[Resident[int]], Removal]:
         victims = self.residency.make_room(charge, keep)
         for resident in victims:
             self._presence.discard(resident.id, resident.shards, DISK)
@@ -219,7 +225,7 @@ class DurableSide:
                     resident.size -= size
             if not resident.shards:
                 continue
-            if resident.id in self._writing or self.residency.find(resident.id) is not None:
+            if self.is_writing(resident.id) or self.residency.find(resident.id) is not None:
                 # stored anew meanwhile, and indexed by that; what is left beside it goes
                 for shard in resident.shards:
                     self._note_stray(ObjectId(*resident.id, shard))
@@ -229,15 +235,15 @@ class DurableSide:
             for shard in resident.shards:
                 self._presence.add(resident.id, shard, DISK)
 
-    def _end_write(self, wanted: ObjectId, write: _Write) -> None:
-        writes = self._writes[wanted]
+    def _end_write(self, obj: StoredObject, write: _Write) -> None:
+        writes = self._writes[obj.id]
         writes.remove(write)
         if not writes:
-            del self._writes[wanted]
-        self._writing[wanted.chunk] -= 1
-        if not self._writing[wanted.chunk]:
-            del self._writing[wanted.chunk]
-            self.residency.offer([wanted.chunk])
+            del self._writes[obj.id]
+        _count_down(self._writing, obj.id.chunk)
+        for chunk in obj.envelope.chain:
+            _count_down(self._guarded, chunk)
+        self.residency.offer(obj.envelope.chain)
 
     def _settle_written(self, obj: StoredObject, write: _Write, written: Written) -> None:
         chunk, shard = obj.id.chunk, obj.id.shard
@@ -283,6 +289,12 @@ class DiskRead:
         except (ObjectMissError, TierError) as error:
             self.error = error
         return self.found is not None
+
+
+def _count_down(counts: Counter[ChunkId], chunk: ChunkId) -> None:
+    counts[chunk] -= 1
+    if not counts[chunk]:
+        del counts[chunk]
 
 
 def _objects_of(residents: Sequence[Resident[int]]) -> list[ObjectId]:

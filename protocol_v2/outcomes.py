@@ -51,7 +51,8 @@ class StoreOutcome(enum.Enum):
     STORED = "stored"
     #: It had been there already; what was sent is dropped.
     PRESENT = "present"
-    #: Not kept, for want of room (all that could go is leased, or the object is larger than the budget).
+    #: Not kept, for want of room: all that could go is leased or its own prefix, it is larger than the budget, or the
+    #: chunk before it is not there and something else would have to go for what no lookup can come to.
     DECLINED = "declined"
 
 

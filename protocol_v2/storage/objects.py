@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from protocol_v2.storage.names import ChunkId
+
 MAX_TENSORS: Final = 1024
 """Tensors of an object."""
 
@@ -93,6 +95,11 @@ class Envelope:
     def payload_size(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def chain(self) -> tuple[ChunkId, ChunkId]:
+        """This chunk and the one before it: what must stay while this one is stored."""
+        return self.id.chunk, (self.id.root, self.parent)
 
     @property
     def stop(self) -> int:

@@ -54,7 +54,7 @@ class MemoryTier:
         """
         before = self.find(obj.id)
         more = obj.charge - (before.charge if before is not None else 0)
-        for resident in self.residency.make_room(more, keep=obj.id.chunk):
+        for resident in self.residency.make_room(more, keep=obj.envelope.chain):
             self._evicted(resident)
         self.residency.add(obj.envelope, obj, obj.charge)
 

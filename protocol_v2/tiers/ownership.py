@@ -64,7 +64,7 @@ class Ownership:
 def _parse(text: bytes) -> dict[str, int]:
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {"pid": said["pid"]} if isinstance(said, dict) and isinstance(said.get("pid"), int) else {}
 

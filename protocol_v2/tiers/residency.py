@@ -116,29 +116,34 @@ class Residency(Generic[V]):
         held = resident.shards.get(shard) if resident is not None else None
         return held[1] if held is not None else None
 
-    def make_room(self, size: int, keep: ChunkId | None = None) -> list[Resident[V]]:
+    def make_room(self, size: int, keep: Sequence[ChunkId] = ()) -> list[Resident[V]]:
         """Let chunks go until `size` bytes fit; those that went, in the order they went.
 
         Args:
             size: bytes.
-            keep: a chunk that must not go, protected or not: the one that the room is for.
+            keep: chunks that must not go, protected or not: the one that the room is for, and its parent. So a suffix
+                never pushes out its own prefix.
 
         Raises:
             TierFullError: they cannot fit now; then nothing went.
         """
         gone: list[Resident[V]] = []
-        while self._used + self._reserved + size > self.budget:
+        while not self.fits(size):
             victim = self._next_victim(keep) if size <= self.budget else None
             if victim is None:
                 for one in reversed(gone):
                     self.restore(one)
-                self._requeue(keep)
+                self.offer(keep)
                 raise TierFullError(f"room: wanted {size} bytes of {self.budget}; what must stay takes {self.used}")
             self._take_out(victim)
             gone.append(victim)
-        self._requeue(keep)
+        self.offer(keep)
         self.evicted += len(gone)
         return gone
+
+    def fits(self, size: int) -> bool:
+        """Whether `size` bytes fit without anything going."""
+        return self._used + self._reserved + size <= self.budget
 
     def reserve(self, size: int) -> None:
         """Charge bytes for what is on its way; `make_room` came before. Negative gives back."""
@@ -215,7 +220,7 @@ class Residency(Generic[V]):
             self._touched = set()
         return touched
 
-    def _next_victim(self, keep: ChunkId | None) -> Resident[V] | None:
+    def _next_victim(self, keep: Sequence[ChunkId]) -> Resident[V] | None:
         while self._heap:
             order, _, resident = heapq.heappop(self._heap)
             if resident.gone or not resident.queued:
@@ -224,7 +229,7 @@ class Residency(Generic[V]):
                 self._push(resident)
                 continue
             resident.queued = False
-            if not (resident.joint in self._children or resident.id == keep or self._protected(resident.id)):
+            if not (resident.joint in self._children or resident.id in keep or self._protected(resident.id)):
                 return resident
         return None
 
@@ -254,8 +259,8 @@ class Residency(Generic[V]):
                 del self._children[joint]
                 self._requeue((joint[0], joint[1]))
 
-    def _requeue(self, chunk: ChunkId | None) -> None:
-        resident = self._chunks.get(chunk) if chunk is not None else None
+    def _requeue(self, chunk: ChunkId) -> None:
+        resident = self._chunks.get(chunk)
         if resident is not None and not resident.queued and resident.joint not in self._children:
             self._queue(resident)
 
