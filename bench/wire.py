@@ -1,0 +1,271 @@
+"""Round trips of wire protocol 2, against an echo over the same sockets and against LMCache 0.5.6 where it is there.
+
+    python bench/wire.py [--tokens 131072] [--rounds 40] [--seconds 2] [--json]
+
+Every server is a process of its own on an ipc socket. The echo is a ROUTER that sends back one small frame for
+whatever it gets: what no protocol over these sockets can undercut. LMCache's released server and client run from
+``.venv-lmcache`` (``make interop`` builds it) in the same run; without it those rows are missing, and it is said so.
+What ends a session comes after the clock has stopped, for them as for us.
+
+    cold         keys derived from the token list, then one lookup of all chunks
+    incremental  256 tokens appended to a chain that holds the rest, then one lookup
+"""
+
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from keying import ChunkKeyChain, KeySpace, chunk_keys
+from protocol_v2.client import CacheClient
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
+CHUNK = 256
+LOOKUP_CHUNKS = 64
+VALUE_BYTES = 1024
+ECHO = """
+import sys, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind(sys.argv[1])
+print("listening", flush=True)
+while True:
+    identity, *_ = router.recv_multipart()
+    router.send_multipart([identity, b"ok"])
+"""
+
+
+@contextlib.contextmanager
+def server(command: list[str]) -> Iterator[None]:
+    """A process that prints a line with ``listening`` when it is there; stopped at the end."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        if not any("listening" in line for line in process.stdout):
+            raise SystemExit(f"{command[:4]} ended with {process.wait()}")
+        yield
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+class Echo:
+    """A bare DEALER with the sockets' own round trip."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    def ask(self, frames: list[bytes]) -> None:
+        """Send, and wait for the answer."""
+        self._socket.send_multipart(frames)
+        self._socket.recv_multipart()
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._socket.close(linger=0)
+
+
+def medians(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median of the seconds that each case says it took; the cases take turns."""
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 3):
+        for name, run in cases.items():
+            seconds = run()
+            if number >= 3:
+                taken[name].append(seconds)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def latency(address: str, echo_address: str, n_tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds of one lookup of a long request, by case."""
+    rng = random.Random(20261)
+    space = KeySpace("bench/model", chunk_size=CHUNK, kv_dtype="bfloat16")
+    known = [rng.randrange(150_000) for _ in range(n_tokens)]
+    unknown = [rng.randrange(150_000) for _ in range(n_tokens)]
+    keys = chunk_keys(space, known)
+    context = zmq.Context()
+    echo = Echo(context, echo_address)
+    request = [b"XK2\0", b"\x18", bytes(60 + 32 * len(keys))]  # what the lookup sends
+    with CacheClient(address, space) as client:
+        client.wait_ready()
+        for first in range(0, len(keys), 64):
+            values = [memoryview(bytes(VALUE_BYTES))] * len(keys[first : first + 64])
+            stored = client.store("fill", keys, [_tensor(value) for value in values], first=first)
+            assert stored.failure is None, stored.failure
+        sessions = iter(range(10**9))
+
+        def look_up(derive: Callable[[], Any], expected: int) -> float:
+            session = f"s{next(sessions)}"
+            begin = time.perf_counter()
+            found = client.lookup(session, derive())
+            taken = time.perf_counter() - begin
+            assert found.hit_chunks == expected, found
+            client.end_session(session)
+            return taken
+
+        chain = ChunkKeyChain(space)
+        chain.extend(known[:-CHUNK])
+        held = chain.n_tokens
+
+        def grown() -> Any:
+            chain.extend(known[-CHUNK:])
+            return chain.keys
+
+        def incremental() -> float:
+            taken = look_up(grown, len(keys))
+            chain.truncate(held)
+            return taken
+
+        figures = medians(
+            {
+                "echo of the same bytes": lambda: timed(partial(echo.ask, request)),
+                "derive only": lambda: timed(partial(chunk_keys, space, known)),
+                "miss, cold": lambda: look_up(partial(chunk_keys, space, unknown), 0),
+                "hit, cold": lambda: look_up(partial(chunk_keys, space, known), len(keys)),
+                "hit, incremental": incremental,
+            },
+            rounds,
+        )
+    echo.close()
+    context.term()
+    return figures
+
+
+def _tensor(value: memoryview) -> Any:
+    import numpy as np
+
+    return np.frombuffer(value, dtype=np.uint8)
+
+
+def throughput(run: Callable[[int], Callable[[], None]], clients: int, seconds: float) -> float:
+    """Operations a second of so many clients, each in a thread of its own."""
+    counts = [0] * clients
+    ready = threading.Barrier(clients + 1)
+    over = threading.Event()
+
+    def work(number: int) -> None:
+        ask = run(number)
+        ask()
+        ready.wait()
+        while not over.is_set():
+            ask()
+            counts[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    begin = time.perf_counter()
+    over.wait(seconds)
+    over.set()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+def rates(address: str, echo_address: str, seconds: float) -> dict[int, tuple[float, float]]:
+    """For 1, 8 and 64 clients: lookups of 64 chunks a second, and echoes of the same bytes a second."""
+    space = KeySpace("bench/model", chunk_size=CHUNK, kv_dtype="bfloat16")
+    rng = random.Random(20262)
+    keys = chunk_keys(space, [rng.randrange(150_000) for _ in range(CHUNK * LOOKUP_CHUNKS)])
+    result = {}
+    for clients in (1, 8, 64):
+        with contextlib.ExitStack() as stack:
+            ours = [stack.enter_context(CacheClient(address, space)) for _ in range(clients)]
+            for client in ours:
+                client.wait_ready()
+
+            def lookups(number: int, ours: list[CacheClient] = ours) -> Callable[[], None]:
+                def ask() -> None:
+                    found = ours[number].lookup("r", keys, lease=False)
+                    assert found.failure is None, found.failure
+
+                return ask
+
+            served = throughput(lookups, clients, seconds)
+        context = zmq.Context()
+        echoes = [Echo(context, echo_address) for _ in range(clients)]
+        request = [b"XK2\0", b"\x18", bytes(60 + 32 * LOOKUP_CHUNKS)]
+
+        def echoed(number: int, echoes: list[Echo] = echoes, request: list[bytes] = request) -> Callable[[], None]:
+            return lambda: echoes[number].ask(request)
+
+        result[clients] = (served, throughput(echoed, clients, seconds))
+        for one in echoes:
+            one.close()
+        context.term()
+    return result
+
+
+def peer(n_tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds of the released LMCache's own lookup round trip, or nothing where it is not installed."""
+    if not PEER_PYTHON.exists():
+        return {}
+    command = [str(PEER_PYTHON), str(ROOT / "bench" / "peer_lmcache.py"), str(n_tokens), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"LMCache's side failed: {done.stderr[-2000:]}")
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Tokens of the long request.")] = 131_072,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 40,
+    seconds: Annotated[float, typer.Option(help="Seconds a throughput measurement lasts.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for a script.")] = False,
+) -> None:
+    """Print lookup latency and throughput with their ratios to an echo, and to LMCache where it is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, echo = f"ipc://{folder}/s", f"ipc://{folder}/e"
+        serve = [sys.executable, "-m", "extra_keys_cli", "serve", "--no-store", "--listen", ours]
+        with server(serve), server([sys.executable, "-c", ECHO, echo]):
+            latencies = latency(ours, echo, tokens, rounds)
+            per_second = rates(ours, echo, seconds)
+    theirs = peer(tokens, rounds)
+    if as_json:
+        print(json.dumps({"latency": latencies, "per_second": per_second, "lmcache": theirs}, indent=1))
+        return
+    console = Console()
+    base = latencies["echo of the same bytes"]
+    table = Table("lookup", "ms", "x echo", title=f"{tokens:,} tokens, chunk {CHUNK}")
+    for name, taken in {**latencies, **{f"LMCache 0.5.6: {name}": taken for name, taken in theirs.items()}}.items():
+        table.add_row(name, f"{taken * 1e3:.2f}", f"{taken / base:.1f}")
+    console.print(table)
+    if theirs:
+        console.print(
+            f"against LMCache 0.5.6: miss {latencies['miss, cold'] / theirs['miss']:.2f}x, "
+            f"hit {latencies['hit, cold'] / theirs['hit']:.2f}x of its time"
+        )
+    else:
+        console.print("LMCache 0.5.6 is not installed here ('make interop' does it), so its rows are missing")
+    table = Table("clients", "lookups/s", "echoes/s", "ratio", title=f"lookups of {LOOKUP_CHUNKS} chunks")
+    for clients, (served, echoed) in per_second.items():
+        table.add_row(str(clients), f"{served:,.0f}", f"{echoed:,.0f}", f"{served / echoed:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
