@@ -28,6 +28,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/keys.py
+	$(BIN)/python bench/wire.py
 
 vectors: $(STAMP)
 	$(BIN)/python tests/vectors/generate.py
