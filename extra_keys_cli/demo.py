@@ -199,7 +199,7 @@ def run_rounds(requests: list[Prepared], folder: Path) -> list[list[Verdict]]:
     cache = Cache(folder)
     spaces = list(dict.fromkeys(one.space for one in requests))
     rounds: list[list[Verdict]] = []
-    with Progress(console=stderr, transient=True) as progress:
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         bar = progress.add_task("", total=len(ROUNDS) * len(requests))
 
         def run(name: str, clients: dict[KeySpace, CacheClient]) -> None:

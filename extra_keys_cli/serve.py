@@ -97,7 +97,7 @@ def _loaded_cache(options: ServeOptions) -> ChunkCache:
             "the last server on this store did not stop in order; its entries are checked"
         )
     cache = ChunkCache(options.memory, disk)
-    with Progress(console=stderr, transient=True, disable=options.quiet) as progress:
+    with Progress(console=stderr, transient=True, disable=options.quiet or not stderr.is_terminal) as progress:
         bar = progress.add_task("reading the store", total=None)
         found = cache.load(lambda done, total: progress.update(bar, completed=done, total=total))
     if found and not options.quiet:

@@ -1,0 +1,149 @@
+"""`serve` and `probe` as a user meets them: processes, signals, exit codes, messages."""
+
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keying import CacheSalt, KeySpace, chunk_keys
+from protocol_v2.client import CacheClient
+from tests.cli.processes import run, serving
+
+pytestmark = pytest.mark.zmq
+SPACE = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
+KEYS = chunk_keys(SPACE, range(12))
+
+
+def store(address: str) -> None:
+    """Three chunks, acknowledged."""
+    with CacheClient(address, SPACE) as client:
+        client.wait_ready(20)
+        result = client.store("r", KEYS, [np.full(64, place, dtype=np.uint8) for place in range(3)])
+        assert (3, None) == (result.stored, result.failure)
+
+
+def served(address: str) -> list[int]:
+    """What a fresh client is served, and that another salt is served nothing."""
+    with CacheClient(address, SPACE) as client:
+        client.wait_ready(20)
+        assert 0 == client.lookup("salted", chunk_keys(SPACE, range(12), [CacheSalt("s")])).hit_chunks
+        found = client.lookup("r", KEYS)
+        if found.lease is None:
+            return []
+        delivered = client.retrieve(found.lease, found.hit_chunks)
+        return [int(chunk.tensors[0][0]) for chunk in delivered.chunks]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_defaults_serve_this_user_and_a_restart_finds_the_entries(tmp_path: Path, how: signal.Signals) -> None:
+    """Socket and store are made under the cache folder; a signal stops it with 0; entries stay."""
+    with serving(cache_home=tmp_path) as server:
+        assert f"ipc://{tmp_path}/extra-keys/server.sock" == server.address
+        store(server.address)
+        assert 0 == run("probe", server.address).returncode
+        code, out, err = server.stop(how)
+    assert (0, "") == (code, err)
+    assert "stopped" in out
+    assert not (tmp_path / "extra-keys" / "server.sock").exists()
+    with serving(cache_home=tmp_path) as server:
+        assert [0, 1, 2] == served(server.address)
+        assert 0 == server.stop()[0]
+
+
+def test_kill_minus_nine_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """A killed server's store is taken over, with every acknowledged entry."""
+    with serving(cache_home=tmp_path) as server:
+        store(server.address)
+        assert -signal.SIGKILL == server.stop(signal.SIGKILL)[0]
+    with serving(cache_home=tmp_path) as server:
+        assert [0, 1, 2] == served(server.address)
+        assert 0 == server.stop()[0]
+
+
+def test_memory_only_and_tcp(tmp_path: Path) -> None:
+    """--no-store keeps nothing on disk; port 0 is one from the operating system, and it is printed."""
+    with serving("--no-store", "--listen", "tcp://127.0.0.1:0", cache_home=tmp_path) as server:
+        store(server.address)
+        assert [0, 1, 2] == served(server.address)
+        assert 0 == server.stop()[0]
+    assert not list(tmp_path.rglob("xk2*"))
+
+
+def test_metrics_are_there_for_a_scraper(tmp_path: Path) -> None:
+    """A Prometheus scraper reads counters and gauges by name."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with serving("--metrics-port", str(port), cache_home=tmp_path) as server:
+        store(server.address)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert 0 == server.stop()[0]
+    assert 'extra_keys_tier_budget{tier="memory"} 2.147483648e+09' in text
+    assert "# TYPE extra_keys_requests_total counter" in text
+
+
+def test_a_second_server_is_refused_with_one_line(tmp_path: Path) -> None:
+    """The store and the address belong to the live one; the message says what to do, and nothing is harmed."""
+    with serving(cache_home=tmp_path) as server:
+        second = run("serve", cache_home=tmp_path)
+        third = run("serve", "--no-store", cache_home=tmp_path)
+        assert (1, 1) == (second.returncode, third.returncode)
+        assert "a live server" in second.stderr
+        assert "another server listens there" in third.stderr
+        assert "Traceback" not in second.stderr + third.stderr
+        store(server.address)
+        assert 0 == server.stop()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--listen", "127.0.0.1:1"], 1, "wanted ipc://PATH or tcp://HOST:PORT"),
+        (["--listen", "tcp://192.0.2.1:1", "--no-store"], 1, "cannot listen"),
+        (["--memory", "many"], 2, "is not a size"),
+        (["--store", "/proc/nowhere"], 1, "error:"),
+        (["--store", "/tmp", "--no-store"], 2, "exclude each other"),
+        (["--fsync", "sometimes"], 2, "sometimes"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, options: list[str], code: int, text: str) -> None:
+    """Wrong usage exits with 2, what cannot be had with 1; no traceback."""
+    done = run("serve", *options, cache_home=tmp_path)
+    assert code == done.returncode
+    assert text in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_probe_prints_what_was_agreed(tmp_path: Path) -> None:
+    """Exit code 0 and both sides for a live server, as a table and as JSON; 1 and a reason for none."""
+    with serving(cache_home=tmp_path) as server:
+        shown, scripted = run("probe", server.address), run("probe", "--json", server.address)
+        assert 0 == server.stop()[0]
+    assert (0, 0) == (shown.returncode, scripted.returncode)
+    assert "wire version" in shown.stdout
+    answer = json.loads(scripted.stdout)
+    assert ({"wire": 2, "schema": 2, "features": []}, True) == (answer["agreed"], answer["session"])
+    assert any(name.startswith("grease") for name in answer["not_recognised"]["fields"])
+    gone = run("probe", "--timeout", "1", server.address)
+    assert 1 == gone.returncode
+    assert "no session" in gone.stderr
+    scripted = run("probe", "--timeout", "1", "--json", server.address)
+    assert (1, False) == (scripted.returncode, json.loads(scripted.stdout)["session"])
+    assert 1 == run("probe", "nonsense").returncode
+
+
+def test_a_long_cache_folder_gets_a_short_socket(tmp_path: Path) -> None:
+    """A path that no Unix socket can have is replaced by a short one, the same every time."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    with serving(cache_home=deep) as server:
+        assert len(os.fsencode(server.address.removeprefix("ipc://"))) <= 107
+        store(server.address)
+        assert 0 == server.stop()[0]
