@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol_v2.connectors.lora_revision import AdapterRevisions
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +28,7 @@ from extra_keys_cli.places import socket_address
 from keying import ChunkKey, KeySpace, MultimodalItem, chunk_keys
 from keying.engines import from_vllm
 from protocol_v2.client import CacheClient
+from protocol_v2.connectors.lora_revision import AdapterRevisions
 from protocol_v2.errors import ProtocolError
 
 ROUNDS = ("1st run", "2nd run", "after restart")
