@@ -38,14 +38,19 @@ PEER_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
 CHUNK = 256
 LOOKUP_CHUNKS = 64
 VALUE_BYTES = 1024
+TRANSFER_CHUNKS = 16
+TRANSFER_BYTES = 4 << 20
 ECHO = """
 import sys, zmq
+kept = {}
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 print("listening", flush=True)
 while True:
-    identity, *_ = router.recv_multipart()
-    router.send_multipart([identity, b"ok"])
+    identity, first, *rest = router.recv_multipart(copy=False)
+    n_bytes, n_frames = (int(one) for one in first.bytes.split(b"x")) if first.bytes[:1].isdigit() else (0, 0)
+    payload = kept.setdefault((n_bytes, n_frames), [b"v" * n_bytes for _ in range(n_frames)]) if n_frames else []
+    router.send_multipart([identity, b"ok", *payload], copy=False)
 """
 
 
@@ -70,10 +75,10 @@ class Echo:
         self._socket = context.socket(zmq.DEALER)
         self._socket.connect(address)
 
-    def ask(self, frames: list[bytes]) -> None:
+    def ask(self, frames: list[Any]) -> None:
         """Send, and wait for the answer."""
-        self._socket.send_multipart(frames)
-        self._socket.recv_multipart()
+        self._socket.send_multipart(frames, copy=False)
+        self._socket.recv_multipart(copy=False)
 
     def close(self) -> None:
         """Give the socket back."""
@@ -157,6 +162,59 @@ def _tensor(value: memoryview) -> Any:
     import numpy as np
 
     return np.frombuffer(value, dtype=np.uint8)
+
+
+def transfer(address: str, echo_address: str, rounds: int) -> dict[str, float]:
+    """Seconds of storing and retrieving `TRANSFER_CHUNKS` chunks inline, and of bare sockets with the same frames."""
+    import numpy as np
+
+    space = KeySpace("bench/transfer", chunk_size=CHUNK, kv_dtype="bfloat16")
+    rng = random.Random(20263)
+    tensors = [np.full(TRANSFER_BYTES, place, dtype=np.uint8) for place in range(TRANSFER_CHUNKS)]
+    frames: list[Any] = [one.data for one in tensors]
+    context = zmq.Context()
+    echo = Echo(context, echo_address)
+    ask_for = f"{TRANSFER_BYTES}x{TRANSFER_CHUNKS}".encode()
+    with CacheClient(address, space, timeout=60) as client:
+        client.wait_ready()
+        fresh = iter(range(10**9))
+        lease = b""
+
+        def store() -> float:
+            nonlocal lease
+            session = f"t{next(fresh)}"
+            keys = chunk_keys(space, [rng.randrange(150_000) for _ in range(CHUNK * TRANSFER_CHUNKS)])
+            begin = time.perf_counter()
+            stored = client.store(session, keys, tensors)
+            taken = time.perf_counter() - begin
+            assert stored.stored == TRANSFER_CHUNKS, stored
+            found = client.lookup(session, keys)
+            assert found.lease is not None
+            lease = found.lease
+            return taken
+
+        def retrieve() -> float:
+            begin = time.perf_counter()
+            delivered = client.retrieve(lease, TRANSFER_CHUNKS)
+            taken = time.perf_counter() - begin
+            assert len(delivered.chunks) == TRANSFER_CHUNKS, delivered.failure
+            client.release(lease)
+            client.clear("space")
+            return taken
+
+        figures = medians(
+            {
+                "bare sockets, to the server": lambda: timed(partial(echo.ask, [b"x", *frames])),
+                "store": store,
+                "bare sockets, from the server": lambda: timed(partial(echo.ask, [ask_for])),
+                "retrieve": retrieve,
+                "one memcpy": lambda: timed(lambda: [one.copy() for one in tensors]),
+            },
+            rounds,
+        )
+    echo.close()
+    context.term()
+    return figures
 
 
 def throughput(run: Callable[[int], Callable[[], None]], clients: int, seconds: float) -> float:
@@ -244,9 +302,14 @@ def main(
         with server(serve), server([sys.executable, "-c", ECHO, echo]):
             latencies = latency(ours, echo, tokens, rounds)
             per_second = rates(ours, echo, seconds)
+            transfers = transfer(ours, echo, max(5, rounds // 4))
     theirs = peer(tokens, rounds)
     if as_json:
-        print(json.dumps({"latency": latencies, "per_second": per_second, "lmcache": theirs}, indent=1))
+        print(
+            json.dumps(
+                {"latency": latencies, "per_second": per_second, "transfer": transfers, "lmcache": theirs}, indent=1
+            )
+        )
         return
     console = Console()
     base = latencies["echo of the same bytes"]
@@ -264,6 +327,15 @@ def main(
     table = Table("clients", "lookups/s", "echoes/s", "ratio", title=f"lookups of {LOOKUP_CHUNKS} chunks")
     for clients, (served, echoed) in per_second.items():
         table.add_row(str(clients), f"{served:,.0f}", f"{echoed:,.0f}", f"{served / echoed:.2f}")
+    console.print(table)
+    n_bytes = TRANSFER_CHUNKS * TRANSFER_BYTES
+    table = Table(
+        "inline transfer", "ms", "GB/s", "x bare", title=f"{TRANSFER_CHUNKS} chunks of {TRANSFER_BYTES >> 20} MiB"
+    )
+    for name, taken in transfers.items():
+        bare = transfers["bare sockets, from the server" if name == "retrieve" else "bare sockets, to the server"]
+        ratio = f"{taken / bare:.2f}" if name in {"store", "retrieve"} else ""
+        table.add_row(name, f"{taken * 1e3:.1f}", f"{n_bytes / taken / 1e9:.2f}", ratio)
     console.print(table)
 
 
