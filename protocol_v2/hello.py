@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from protocol_v2.body import decode, encode, split_map
 from protocol_v2.codes import RefusalCode, code_name
 from protocol_v2.errors import MAX_SHOWN, HandshakeError, LocalProtocolError, RemoteProtocolError
-from protocol_v2.versions import GREASE_PREFIX, MAX_VERSION, grease_number
+from protocol_v2.versions import GREASE_PREFIX, MAX_VERSION, grease_number, is_grease
 
 if TYPE_CHECKING:
     from protocol_v2.frames import Frame
@@ -178,16 +178,16 @@ class Refusal(Struct, frozen=True, kw_only=True):
     differences: Annotated[tuple[SpaceDifference, ...], Meta(max_length=MAX_DIFFERENCES)] = ()
 
     def explain(self) -> str:
-        """One line: why, both ranges, and each field of the space that differs."""
+        """One line: why, both ranges (without reserved numbers), and each field of the space that differs."""
         text = f"session refused: {code_name(self.code, RefusalCode)}"
         if self.message:
             text += f": {self.message}"
         for who, offer in (("asked", self.asked), ("accepted", self.accepted)):
             if offer is not None:
-                text += (
-                    f"; {who} wire {list(offer.wire)} (floor {offer.floor.wire}), "
-                    f"schema {list(offer.schemas)} (floor {offer.floor.schema})"
+                wire, schemas = (
+                    [one for one in numbers if not is_grease(one)] for numbers in (offer.wire, offer.schemas)
                 )
+                text += f"; {who} wire {wire} (floor {offer.floor.wire}), schema {schemas} (floor {offer.floor.schema})"
         for one in self.differences:
             text += f"; space.{one.field}: asked {one.asked!r}, accepted {one.accepted!r}"
         return text

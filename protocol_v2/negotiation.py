@@ -145,15 +145,15 @@ def negotiate(ours: Offer, theirs: Offer) -> Agreement | Disagreement:
     if wire is None:
         return Disagreement(
             RefusalCode.NO_COMMON_WIRE,
-            f"wire versions {sorted(ours.wire)} from {ours.wire_floor} up against "
-            f"{sorted(theirs.wire)} from {theirs.wire_floor} up",
+            f"wire versions {_real(ours.wire)} from {ours.wire_floor} up against "
+            f"{_real(theirs.wire)} from {theirs.wire_floor} up",
         )
     schema = _highest_common(ours.schemas, theirs.schemas, max(ours.schema_floor, theirs.schema_floor))
     if schema is None:
         return Disagreement(
             RefusalCode.NO_COMMON_SCHEMA,
-            f"key schemas {sorted(ours.schemas)} from {ours.schema_floor} up against "
-            f"{sorted(theirs.schemas)} from {theirs.schema_floor} up",
+            f"key schemas {_real(ours.schemas)} from {ours.schema_floor} up against "
+            f"{_real(theirs.schemas)} from {theirs.schema_floor} up",
         )
     features = frozenset(one for one in ours.features & theirs.features if not one.startswith(f"{GREASE_PREFIX}/"))
     missing = sorted((ours.required | theirs.required) - features)
@@ -323,6 +323,10 @@ def check_welcome(welcome: Welcome, terms: ClientTerms) -> Agreement:
 
 def _highest_common(ours: frozenset[int], theirs: frozenset[int], floor: int) -> int | None:
     return max((one for one in ours & theirs if one >= floor and not is_grease(one)), default=None)
+
+
+def _real(numbers: frozenset[int]) -> list[int]:
+    return sorted(one for one in numbers if not is_grease(one))
 
 
 def _notice(asked: KeySpace | None, known: Iterable[KeySpace]) -> tuple[SpaceDifference, ...]:

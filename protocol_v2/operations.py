@@ -204,14 +204,18 @@ def lookup(*, session: str, keys: KeysLike, world: int, groups: int, lease: bool
 def retrieve(
     *, lease: bytes, first: int, count: int, shard: Shard, make: Callable[[TensorMeta, Frame], Any]
 ) -> Operation[RetrieveResult]:
-    """Tensors of a leased range; asks again for the rest where the server delivers a part."""
+    """Tensors of a leased range; asks for less where all would be too large, and again for the rest."""
     first, count = index(first), index(count)
     if count < 1:
         raise LocalProtocolError(f"count: got {count}, wanted at least one chunk")
     chunks: list[RetrievedChunk] = []
+    most = count
     while len(chunks) < count:
-        rest = count - len(chunks)
+        rest = min(count - len(chunks), most)
         answer = yield Ask(RetrieveRequest(lease=lease, first=first + len(chunks), count=rest, shard=shard))
+        if isinstance(answer, ServerError) and answer.error_code == ErrorCode.TOO_LARGE and rest > 1:
+            most = rest // 2
+            continue
         reply = _reply(answer, RetrieveReply)
         if isinstance(reply, ProtocolError):
             return RetrieveResult(tuple(chunks), failure=reply)
