@@ -1,12 +1,23 @@
 """The service: one bad message costs one request, identity holds, leases and sessions end with their peer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from keying import CacheSalt, ChunkKey, ExtraKey, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
+from keying import (
+    CacheSalt,
+    ChunkKey,
+    ExtraKey,
+    KeySpace,
+    LoraAdapter,
+    MultimodalItem,
+    PromptEmbeds,
+    Tag,
+    chunk_keys,
+)
 from protocol_v2.codes import ErrorCode, MissReason, RefusalCode
 from protocol_v2.errors import ServerError
 from protocol_v2.events import Established, Refused, SendRequest
@@ -372,3 +383,59 @@ def test_hello_again_with_the_same_identity_is_one_peer() -> None:
     for _ in range(5):
         assert isinstance(client.hello(), Established)
     assert 1 == harness.fact("server.peers")
+
+
+VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "key-schema-2.json").read_text())["cases"]
+MAKERS: dict[str, Any] = {
+    "mm": MultimodalItem,
+    "lora": LoraAdapter,
+    "salt": CacheSalt,
+    "tag": lambda name, value, start: Tag(name, bytes.fromhex(value), start),
+    "embeds": lambda offset, rows, width, dtype: PromptEmbeds(offset, bytes.fromhex(rows), width, dtype),
+}
+
+
+@pytest.mark.parametrize("case", [case for case in VECTORS if case["keys"]], ids=lambda case: case["name"])
+def test_tokens_and_digests_meet_in_the_vectors(case: dict[str, Any]) -> None:
+    """The server derives from tokens what the client derives, and both are the digests of the shared vectors."""
+    fields = dict(case["space"])
+    space = KeySpace(fields.pop("model"), **fields)
+    extra_keys = [MAKERS[kind](*arguments) for kind, *arguments in case["extra_keys"]]
+    derived = chunk_keys(space, case["tokens"], extra_keys, partial_tail=case["partial_tail"])
+    assert case["keys"] == [key.digest.hex() for key in derived]
+    client = Harness().client(space)
+    client.store(derived, [key.digest for key in derived])
+    asked = keys_of_tokens(case["tokens"], extra_keys, partial_tail=case["partial_tail"])
+    hit = client.ask(LookupRequest(session="tokens", keys=asked))
+    assert len(derived) == hit.hit_chunks
+    assert [key.digest for key in derived] == client.retrieve(hit.lease, len(derived))
+    salted = keys_of_tokens(case["tokens"], [*_without_salt(extra_keys), CacheSalt("other")])
+    assert 0 == client.ask(LookupRequest(session="salted", keys=salted)).hit_chunks
+
+
+def _without_salt(extra_keys: list[ExtraKey]) -> list[ExtraKey]:
+    return [one for one in extra_keys if not isinstance(one, CacheSalt)]
+
+
+CAPTURED_V1: list[list[str]] = [
+    ["00", "15"],  # get_chunk_size
+    ["02", "16", "c0"],  # ping(None)
+    ["03", "0e", "81aa6d6f64656c5f6e616d65a16d"],  # register, cut short
+    ["05", "08", "8aaa6d6f64656c5f6e616d65a16daa776f726c645f73697a6501", "01"],  # lookup, cut short
+    ["06", "09", "a27230"],  # query_prefetch_status
+    ["07", "18"],  # noop
+    ["08", "14", "c2"],  # clear
+    ["0f", "0d", "a27232"],  # end_session
+]
+
+
+def test_captured_v1_frames_harm_no_entry_and_get_no_wrong_answer() -> None:
+    """L13: a server without a v1 front answers v1's probe, is silent to the rest (clear included), and serves on."""
+    harness = Harness()
+    client = harness.client()
+    client.store(keys(), values("a", "b", "c"))
+    for frames in CAPTURED_V1:
+        assert [] == harness.raw(b"v1 client", *map(bytes.fromhex, frames))
+    assert harness.raw(b"v1 client", b"\x01", b"\x20")
+    assert len(CAPTURED_V1) == harness.fact("service.foreign")
+    assert 3 == client.lookup(keys(), session="after").hit_chunks
