@@ -222,14 +222,17 @@ def run_rounds(requests: list[Prepared], folder: Path) -> list[list[Verdict]]:
 
 def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong: list[int]) -> Table:
     """One row a request, for people who see this for the first time."""
-    table = Table(title="Chunks served from the cache, and what keys over raw tokens would have done")
-    table.add_column("request")
-    table.add_column("chunks", justify="right")
-    table.add_column("hit, 1st run", justify="right")
+    table = Table(
+        title="Chunks served from the cache",
+        caption="1st, 2nd, restart: chunks hit in each run. v1-raw wrong: chunks of another request's KV\n"
+        "that a cache with keys over raw tokens and salt would have served in the first run.",
+    )
+    table.add_column("request", overflow="fold")
+    for header in ("chunks", "1st"):
+        table.add_column(header, justify="right", no_wrap=True)
     table.add_column("why not more")
-    table.add_column("2nd run", justify="right")
-    table.add_column("after restart", justify="right")
-    table.add_column("v1-raw keys serve wrongly", justify="right")
+    for header in ("2nd", "restart", "v1-raw wrong"):
+        table.add_column(header, justify="right", no_wrap=header != "v1-raw wrong")
     model = ""
     for number, one in enumerate(requests):
         if one.space.model != model:
@@ -244,7 +247,7 @@ def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong
             _shown(first),
             first.why,
             *map(_shown, later),
-            Text(f"{wrong} chunks", style="red") if wrong else Text("-", style="dim"),
+            Text(str(wrong), style="red") if wrong else Text("-", style="dim"),
         )
     return table
 
@@ -281,8 +284,8 @@ def demo(captured: list[CapturedRequest], folder: Path, chunk_size: int) -> bool
         highlight=False,
     )
     stdout.print(
-        f"Keys over raw tokens and salt (LMCache's multi-process mode without media hashes) would have served "
-        f"{sum(v1_wrong)} chunks of another request in one round, to {sum(map(bool, v1_wrong))} requests.",
+        f"Keys over raw tokens and salt (LMCache's multi-process mode without media hashes): {sum(v1_wrong)} chunks of "
+        f"another request's KV in one run, to {sum(map(bool, v1_wrong))} requests.",
         highlight=False,
     )
     return not failures
