@@ -227,7 +227,7 @@ def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong
         caption="1st, 2nd, restart: chunks hit in each run. v1-raw wrong: chunks of another request's KV\n"
         "that a cache with keys over raw tokens and salt would have served in the first run.",
     )
-    table.add_column("request", overflow="fold")
+    table.add_column("request", min_width=22)
     for header in ("chunks", "1st"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("why not more")
@@ -238,7 +238,7 @@ def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong
         if one.space.model != model:
             model = one.space.model
             table.add_section()
-            table.add_row(Text(model, style="bold"))
+            table.add_row(Text(model.rpartition("/")[2], style="bold"))
         first, *later = [verdicts[number] for verdicts in rounds]
         wrong = v1_wrong[number]
         table.add_row(
