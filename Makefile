@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup check test demo bench vectors clean
+.PHONY: setup check test interop demo bench vectors clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,19 @@ check: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+# the released LMCache, in an environment of its own that nothing else of this tree uses; built once
+LMCACHE := .venv-lmcache
+
+$(LMCACHE)/.installed: tests/interop/requirements.txt tests/interop/constraints.txt
+	test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt torch
+	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt --no-deps lmcache
+	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt -r tests/interop/requirements.txt
+	touch $@
+
+interop: $(STAMP) $(LMCACHE)/.installed
+	$(BIN)/python -m pytest -q tests/interop
 
 demo: $(STAMP)
 	$(BIN)/extra-keys demo

@@ -1,0 +1,24 @@
+"""Where the released LMCache lives, and what to say when it is not there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
+STAMP = ROOT / ".venv-lmcache" / ".installed"
+"""Written by `make interop` when the environment is whole."""
+
+MISSING = (
+    "LMCache 0.5.6 is not installed in .venv-lmcache/, so nothing was tested against the real peer; "
+    "run `make interop`, which builds that environment once"
+)
+
+needs_lmcache = pytest.mark.skipif(not STAMP.exists(), reason=MISSING)
+
+
+def peer_environment() -> dict[str, str]:
+    """Variables for a process of the peer: no usage report, a fixed hash seed, and none of our own packages."""
+    inherited = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    return {**inherited, "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}

@@ -1,0 +1,120 @@
+"""The released LMCache's own client, driven by JSON lines: runs in LMCache's environment, never in this project's.
+
+    in    {"call": "store", "client": 0, "key": {...}, "instance": 7, "fills": [1.0, 2.0]}
+    out   {"result": true}    or    {"error": "TimeoutError: ..."}
+
+Everything goes through `RequestClientFactory`, the entry point that LMCache's own engine adapters use.
+"""
+
+import json
+import logging
+import pickle
+import sys
+from typing import Any
+
+logging.disable(logging.CRITICAL)
+
+import msgspec  # noqa: E402  (LMCache configures logging when it is imported)
+import torch  # noqa: E402
+from lmcache.v1.multiprocess.custom_types import (  # noqa: E402
+    BlockAllocationRecord,
+    IPCCacheServerKey,
+    RegisterEngineDrivenContextPayload,
+)
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory  # noqa: E402
+
+TIMEOUT = 10.0
+"""Seconds that an answer may take; LMCache's own default is 300."""
+
+
+class Peer:
+    """All clients of one process, by number."""
+
+    def __init__(self) -> None:
+        self.clients: list[Any] = []
+        self.layouts: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def connect(self, url: str) -> int:
+        """A client of a server; its number."""
+        self.clients.append(RequestClientFactory.create(url))
+        return len(self.clients) - 1
+
+    def rpc(self, client: int, operation: str, arguments: list[Any], timeout: float = TIMEOUT) -> Any:
+        """Any operation of the contract whose arguments are plain values."""
+        return getattr(self.clients[client], operation)(*arguments).result(timeout=timeout)
+
+    def register(self, client: int, **fields: Any) -> Any:
+        """Register an engine-driven context; the chunk's shape follows as LMCache makes it."""
+        payload = RegisterEngineDrivenContextPayload(**fields)
+        planes = () if payload.use_mla else (2,)
+        shape = (*planes, payload.num_layers, payload.num_physical_slots, payload.hidden_dim_size)
+        self.layouts[payload.instance_id] = (shape, getattr(torch, payload.dtype_str))
+        return self.rpc(client, "register_kv_cache_engine_driven_context", [payload])
+
+    def lookup(self, client: int, key: dict[str, Any], how: str = "wait") -> Any:
+        """Lookup, then its result by whichever of the two operations."""
+        self.rpc(client, "lookup", [_key(key), 1])
+        if how == "wait":
+            return self.rpc(client, "wait_prefetch_status", [key["request_id"], 5.0])
+        return self.rpc(client, "query_prefetch_status", [key["request_id"]])
+
+    def free(self, client: int, key: dict[str, Any]) -> None:
+        """Give back what a lookup locked, in the key's range."""
+        self.rpc(client, "free_lookup_locks", [_key(key), 1])
+
+    def store(self, client: int, key: dict[str, Any], instance: int, fills: list[float]) -> Any:
+        """Store one tensor a chunk, each filled with one value."""
+        shape, dtype = self.layouts[instance]
+        self.rpc(client, "prepare_store", [_key(key), instance])
+        chunks = [torch.full(shape, fill).to(dtype) for fill in fills]
+        return self.rpc(client, "commit_store", [_key(key), instance, pickle.dumps(chunks)])
+
+    def commit_raw(self, client: int, key: dict[str, Any], instance: int, data: str) -> Any:
+        """Commit a store of any bytes, given in hex."""
+        return self.rpc(client, "commit_store", [_key(key), instance, bytes.fromhex(data)])
+
+    def retrieve(self, client: int, key: dict[str, Any], instance: int) -> list[float] | None:
+        """The value that fills each chunk; None where the server says that it has them not."""
+        shape, dtype = self.layouts[instance]
+        answer = self.rpc(client, "prepare_retrieve", [_key(key), instance])
+        self.rpc(client, "commit_retrieve", [_key(key), instance])
+        if not answer.success or not answer.data:
+            return None
+        chunks = pickle.loads(answer.data)
+        for chunk in chunks:
+            if (tuple(chunk.shape), chunk.dtype) != (shape, dtype) or not bool((chunk == chunk.flatten()[0]).all()):
+                raise ValueError(f"a chunk of {chunk.dtype} {tuple(chunk.shape)} is not what any store sent")
+        return [chunk.flatten()[0].float().item() for chunk in chunks]
+
+    def report_blocks(self, client: int, instance: int, model: str, tokens: list[int]) -> None:
+        """What vLLM's scheduler reports after each step."""
+        records = [BlockAllocationRecord(req_id="r", new_block_ids=[1, 2], new_token_ids=tokens)]
+        self.rpc(client, "report_block_allocation", [instance, model, records])
+
+    def encode_key(self, key: dict[str, Any]) -> str:
+        """A key's wire form, in hex."""
+        return msgspec.msgpack.encode(_key(key)).hex()
+
+
+def _key(fields: dict[str, Any]) -> Any:
+    return IPCCacheServerKey(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
+
+def main() -> None:
+    """Answer each line of standard input with a line on what was standard output."""
+    peer = Peer()
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # whatever the library prints must not come between the answers
+    print(json.dumps({"result": "ready"}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            result = getattr(peer, request.pop("call"))(**request)
+            answer = {"result": msgspec.to_builtins(result)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

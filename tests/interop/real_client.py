@@ -1,0 +1,217 @@
+"""The released LMCache's own client in a process of its environment, and a user of it that thinks in prompts."""
+
+import itertools
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.interop.environment import PYTHON, peer_environment
+
+SCRIPT = Path(__file__).parent / "peer" / "lmcache_client.py"
+
+_numbers = itertools.count(1)
+
+
+class RealClientError(Exception):
+    """What the client raised, as text."""
+
+
+class RealClient:
+    """A process with LMCache's client in it.
+
+    Args:
+        log: file that takes what it prints.
+        python: interpreter of the environment that has LMCache.
+    """
+
+    def __init__(self, log: Path, *, python: Path = PYTHON) -> None:
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [python, SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=peer_environment(),
+                cwd=log.parent,
+                text=True,
+            )
+        self._log = log
+        self._ready = False
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Call something of the peer script.
+
+        Raises:
+            RealClientError: it raised; the text begins with the type.
+        """
+        if not self._ready:  # imports take seconds: the first call waits for them, not the constructor
+            self._ready = bool(self._read())
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RealClientError(f"the client process ended:\n{self._log.read_text()[-4000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RealClientError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        self._process.terminate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class V1User:
+    """An engine that uses a server through the real client: one model, one registered worker for each rank.
+
+    Args:
+        client: the process.
+        address: of a server, LMCache's or ours.
+        model: that no other user has, unless they mean to share; a fresh one by default.
+        chunk_size: the server's.
+        world: ranks.
+        dtype: of the KV.
+        connect_as: number of a connection that exists; a new one by default.
+    """
+
+    def __init__(
+        self,
+        client: RealClient,
+        address: str,
+        *,
+        model: str | None = None,
+        chunk_size: int = 16,
+        world: int = 1,
+        dtype: str = "float16",
+        mla: bool = False,
+    ) -> None:
+        self.client = client
+        self.chunk_size = chunk_size
+        self.model = model or f"org/m{next(_numbers)}"
+        self.world = world
+        self.number: int = client.call("connect", url=address)
+        self.instances = [1_000_000 + next(_numbers) for _ in range(world)]
+        self.registered = [
+            client.call(
+                "register",
+                client=self.number,
+                instance_id=instance,
+                model_name=self.model,
+                world_size=world,
+                block_size=chunk_size,
+                num_layers=1,
+                hidden_dim_size=8,
+                dtype_str=dtype,
+                use_mla=mla,
+                num_physical_slots=chunk_size,
+            )
+            for instance in self.instances
+        ]
+
+    def rpc(self, operation: str, *arguments: Any, timeout: float = 10.0) -> Any:
+        """Any operation whose arguments are plain values."""
+        return self.client.call(
+            "rpc", client=self.number, operation=operation, arguments=list(arguments), timeout=timeout
+        )
+
+    def key(
+        self,
+        tokens: Sequence[int],
+        *,
+        request_id: str | None = None,
+        rank: int | None = 0,
+        start: int = 0,
+        stop: int | None = None,
+        salt: str = "",
+        readers: int = 1,
+        configs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The fields of a key over a range of whole chunks of a prompt."""
+        return {
+            "model_name": self.model,
+            "world_size": self.world,
+            "worker_id": rank,
+            "token_ids": list(tokens),
+            "start": start,
+            "end": len(tokens) // self.chunk_size * self.chunk_size if stop is None else stop,
+            "request_id": request_id or self.new_request_id(),
+            "cache_salt": salt,
+            "request_configs": configs,
+            "num_kv_readers": readers,
+        }
+
+    def new_request_id(self) -> str:
+        """One that nobody had."""
+        return f"r{next(_numbers)}"
+
+    def store(self, tokens: Sequence[int], fill: float, **key: Any) -> bool:
+        """Store a whole prompt: chunk i is filled with ``fill + i`` on every rank; whether all ranks were told yes."""
+        n_chunks = len(tokens) // self.chunk_size
+        request_id = key.pop("request_id", None) or self.new_request_id()
+        stored = [
+            self.client.call(
+                "store",
+                client=self.number,
+                key=self.key(tokens, request_id=request_id, rank=rank, **key),
+                instance=self.instances[rank],
+                fills=[fill + place for place in range(n_chunks)],
+            )
+            for rank in range(self.world)
+        ]
+        self.end(request_id)
+        return all(stored)
+
+    def lookup(self, tokens: Sequence[int], *, how: str = "wait", end: bool = True, **key: Any) -> int:
+        """How many leading chunks the server says it has; the session is ended unless told otherwise."""
+        fields = self.key(tokens, rank=None, **key)
+        hit: int = self.client.call("lookup", client=self.number, key=fields, how=how)
+        if end:
+            if hit:
+                self.client.call("free", client=self.number, key={**fields, "end": hit * self.chunk_size})
+            self.end(fields["request_id"])
+        return hit
+
+    def retrieve(self, tokens: Sequence[int], *, rank: int = 0, **key: Any) -> list[float] | None:
+        """Look up and retrieve what was hit; the fill of each chunk, None for a miss."""
+        request_id = key.pop("request_id", None) or self.new_request_id()
+        hit = self.lookup(tokens, end=False, request_id=request_id, **key)
+        found: list[float] | None = None
+        if hit:
+            stop = hit * self.chunk_size
+            found = self.retrieve_range(tokens, rank=rank, request_id=request_id, stop=stop, **key)
+        self.end(request_id)
+        return found
+
+    def retrieve_range(self, tokens: Sequence[int], *, rank: int = 0, **key: Any) -> list[float] | None:
+        """Retrieve without a lookup before."""
+        found: list[float] | None = self.client.call(
+            "retrieve",
+            client=self.number,
+            key=self.key(tokens, rank=rank, **key),
+            instance=self.instances[rank],
+        )
+        return found
+
+    def end(self, request_id: str) -> None:
+        """End a session."""
+        self.rpc("end_session", request_id)
