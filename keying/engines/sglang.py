@@ -9,6 +9,7 @@ does to its own prefix keys is undone here:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import index
 from typing import Any, TypeAlias
 
 from keying.encoding import DIGEST_SIZE, MAX_U32
@@ -310,7 +311,7 @@ def _refuse_leftover(tokens: list[int], spans: list[tuple[int, int]], vocab_size
 def _highest(tokens: list[int]) -> int:
     """The greatest id; what is no integer at all is named where keys are derived."""
     try:
-        return max(tokens, default=0)
+        return index(max(tokens, default=0))
     except TypeError:
         return 0
 
