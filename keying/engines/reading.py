@@ -81,8 +81,6 @@ def make(reason: UncacheableReason, build: Callable[..., _T], *args: Any, **kwar
     """An extra key, or the refusal of its fields turned into an uncacheable request."""
     try:
         return build(*args, **kwargs)
-    except UncacheableRequest:
-        raise
     except KeyingError as error:
         raise UncacheableRequest(reason, str(error)) from error
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keying import CacheSalt, LoraAdapter, MultimodalItem, PromptEmbeds, Tag
+from keying import CacheSalt, LoraAdapter, MultimodalItem, PromptEmbeds, Tag, UncacheableRequest
 from keying.engines import AdapterSource, EngineInputs, UncacheableReason, from_sglang, from_vllm
 from tests.keying.engine_samples import (
     IMAGE_TOKEN,
@@ -123,6 +123,10 @@ def test_an_identity_function_that_has_no_answer_is_a_refusal() -> None:
     def fails(_: Any) -> str:
         raise LookupError
 
+    def knows_why(_: Any) -> str:
+        raise UncacheableRequest(UncacheableReason.REQUEST_LOCAL_IDENTITY, "a counter")
+
+    refused(UncacheableReason.REQUEST_LOCAL_IDENTITY, from_sglang, request, item_identity=knows_why)
     refused(UncacheableReason.WEAK_IDENTITY, from_sglang, request, item_identity=lambda _: None)
     refused(UncacheableReason.WEAK_IDENTITY, from_sglang, request, item_identity=lambda _: b"\x01" * 31)
     refused(UncacheableReason.MISSING_IDENTITY, from_sglang, request, item_identity=lambda _: "")
@@ -302,6 +306,10 @@ def test_activated_and_implied_adapters() -> None:
     implied = from_sglang(request, implied_adapters=lambda kinds: [vision] if "image" in kinds else [])
     assert vision in implied.extra_keys
     assert () == from_sglang(sglang_req(), implied_adapters=lambda kinds: [vision] if kinds else []).extra_keys
+    again = sglang_req(lora_id="f00d", extra_key="f00d")
+    asked = LoraAdapter("sql", "sha256:/adapters/sql")
+    both = from_sglang(again, lora_refs=REFS, adapter_revision=revision_of, implied_adapters=lambda _: [asked])
+    assert (asked,) == both.extra_keys
 
 
 def test_salts() -> None:

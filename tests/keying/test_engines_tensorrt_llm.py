@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from keying import CacheSalt, LoraAdapter, MultimodalItem, PromptEmbeds, Tag
+from keying import CacheSalt, LoraAdapter, MultimodalItem, PromptEmbeds, Tag, UncacheableRequest
 from keying.engines import EngineInputs, UncacheableReason, from_tensorrt_llm, from_vllm
 from tests.keying.engine_samples import (
     HASH_WORDS,
@@ -259,6 +259,11 @@ def test_an_adapter_that_cannot_be_named_is_refused() -> None:
             adapter_revision=revision_of,
         )
     refused(UncacheableReason.UNKNOWN_REVISION, from_tensorrt_llm, request)
+
+    def knows_why(_: Any) -> str:
+        raise UncacheableRequest(UncacheableReason.ADAPTER_ENDS, "after this turn")
+
+    refused(UncacheableReason.ADAPTER_ENDS, from_tensorrt_llm, request, adapter_name=knows_why)
 
 
 def test_an_activated_adapter_begins_in_the_prompt() -> None:

@@ -477,11 +477,15 @@ def test_an_adapter_that_ends_or_begins_nowhere_is_refused() -> None:
     def fails(*_: Any) -> int:
         raise LookupError
 
+    def knows_why(*_: Any) -> int:
+        raise UncacheableRequest(UncacheableReason.ADAPTER_ENDS, "until the next turn")
+
     request = vllm_request(lora_request=vllm_lora())
-    refused(
-        UncacheableReason.MALFORMED_ADAPTER,
-        lambda: from_vllm(request, adapter_revision=revision_of, adapter_start=fails),
-    )
+    for start, reason in (
+        (fails, UncacheableReason.MALFORMED_ADAPTER),
+        (knows_why, UncacheableReason.ADAPTER_ENDS),
+    ):
+        refused(reason, from_vllm, request, adapter_revision=revision_of, adapter_start=start)
 
 
 def test_an_adapter_that_changes_identifiers_begins_at_zero() -> None:
@@ -608,7 +612,14 @@ def test_masks_may_be_tensors() -> None:
 def test_no_tokens_are_no_tokens() -> None:
     """None in the place of the ids is refused; an empty prompt has no keys."""
     refused(UncacheableReason.MISSING_ATTRIBUTE, lambda: from_vllm(vllm_request(all_token_ids=None)))
+    refused(UncacheableReason.MISSING_ATTRIBUTE, vllm_extra_keys, vllm_request(all_token_ids=None))
     assert [] == keys(from_vllm(vllm_request(all_token_ids=[])))
+
+    class Gone(ConstantList):
+        def __getitem__(self, place: Any) -> Any:
+            raise RuntimeError
+
+    refused(UncacheableReason.UNREADABLE_ATTRIBUTE, from_vllm, vllm_request(all_token_ids=Gone([1])))
 
 
 @pytest.mark.parametrize("version", ["0.18", "0.20", "0.32", "0.33"])
