@@ -1,6 +1,6 @@
 """The versioned wire and storage of the cache: wire protocol 2 without sockets, then server and clients over ZMQ.
 
-Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``compat``. Inside, from the bottom up:
+Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``compat``. The wire, from the bottom up:
 
     codes, versions   every number on the wire, and the rule that accepts it
     errors            what is refused or fails, by type
@@ -14,7 +14,15 @@ Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``
     state             every change of state, in one table
     events            what a connection tells and is told
     connection        the protocol, sans-IO: client_connection, server_connection
+
+The client: ``capability`` asks whom we talk to, ``session_keeper`` keeps a session (sans-IO), ``client_thread`` owns
+the socket, ``operations`` are the calls, ``client`` and ``aio`` run them. The server: ``storage`` and ``tiers`` hold
+values, ``cache`` is the core, ``service`` answers messages (sans-IO), ``server`` owns the sockets. Importing this
+package imports no zmq, torch or numpy; the names at its end do when they are first used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 # the protocol, sans-IO
 from protocol_v2.client_connection import ClientConnection as ClientConnection
@@ -26,8 +34,29 @@ from protocol_v2.codes import MissReason as MissReason
 from protocol_v2.codes import RefusalCode as RefusalCode
 from protocol_v2.connection import Connection as Connection
 
+# refusals and failures
+from protocol_v2.errors import ClientClosedError as ClientClosedError
+from protocol_v2.errors import HandshakeError as HandshakeError
+from protocol_v2.errors import LocalProtocolError as LocalProtocolError
+from protocol_v2.errors import LocalTypeError as LocalTypeError
+from protocol_v2.errors import NegotiationRefusedError as NegotiationRefusedError
+from protocol_v2.errors import ProtocolError as ProtocolError
+from protocol_v2.errors import QueueFullError as QueueFullError
+from protocol_v2.errors import RemoteProtocolError as RemoteProtocolError
+from protocol_v2.errors import RequestTimeoutError as RequestTimeoutError
+from protocol_v2.errors import ServerError as ServerError
+from protocol_v2.errors import ServerUnavailableError as ServerUnavailableError
+from protocol_v2.errors import SessionLostError as SessionLostError
+from protocol_v2.errors import SpaceMismatchError as SpaceMismatchError
+from protocol_v2.errors import TensorError as TensorError
+from protocol_v2.errors import UnsupportedServerError as UnsupportedServerError
+
 # negotiation
 from protocol_v2.hello import Limits as Limits
+
+# what a call names and gives
+from protocol_v2.identity import keys_of_digests as keys_of_digests
+from protocol_v2.identity import keys_of_tokens as keys_of_tokens
 from protocol_v2.negotiation import Agreement as Agreement
 from protocol_v2.negotiation import ClientTerms as ClientTerms
 from protocol_v2.negotiation import Disagreement as Disagreement
@@ -35,5 +64,96 @@ from protocol_v2.negotiation import Offer as Offer
 from protocol_v2.negotiation import ServerTerms as ServerTerms
 from protocol_v2.negotiation import answer_hello as answer_hello
 from protocol_v2.negotiation import negotiate as negotiate
+from protocol_v2.operations import ClearResult as ClearResult
+from protocol_v2.operations import EndSessionResult as EndSessionResult
+from protocol_v2.operations import LookupResult as LookupResult
+from protocol_v2.operations import PrefetchResult as PrefetchResult
+from protocol_v2.operations import ReleaseResult as ReleaseResult
+from protocol_v2.operations import RetrievedChunk as RetrievedChunk
+from protocol_v2.operations import RetrieveResult as RetrieveResult
+from protocol_v2.operations import StoreResult as StoreResult
 from protocol_v2.server_connection import ServerConnection as ServerConnection
+from protocol_v2.session_keeper import Patience as Patience
+from protocol_v2.session_keeper import Phase as Phase
+from protocol_v2.session_keeper import Tunnel as Tunnel
 from protocol_v2.state import State as State
+from protocol_v2.wire_keys import Keys as Keys
+from protocol_v2.wire_keys import Shard as Shard
+
+# sockets: imported when first used
+if TYPE_CHECKING:
+    from protocol_v2.aio import AsyncCacheClient as AsyncCacheClient
+    from protocol_v2.client import CacheClient as CacheClient
+    from protocol_v2.probing import ProbeReport as ProbeReport
+    from protocol_v2.probing import probe as probe
+    from protocol_v2.server import CacheServer as CacheServer
+
+_WITH_SOCKETS = {
+    "AsyncCacheClient": "protocol_v2.aio",
+    "CacheClient": "protocol_v2.client",
+    "CacheServer": "protocol_v2.server",
+    "ProbeReport": "protocol_v2.probing",
+    "probe": "protocol_v2.probing",
+}
+
+__all__ = [
+    "Agreement",
+    "AsyncCacheClient",
+    "CacheClient",
+    "CacheServer",
+    "ClearResult",
+    "ClientClosedError",
+    "ClientConnection",
+    "ClientTerms",
+    "Code",
+    "Connection",
+    "Disagreement",
+    "EndSessionResult",
+    "ErrorCode",
+    "HandshakeError",
+    "Keys",
+    "Limits",
+    "LocalProtocolError",
+    "LocalTypeError",
+    "LookupResult",
+    "MissReason",
+    "NegotiationRefusedError",
+    "Offer",
+    "Patience",
+    "Phase",
+    "PrefetchResult",
+    "ProbeReport",
+    "ProtocolError",
+    "QueueFullError",
+    "RefusalCode",
+    "ReleaseResult",
+    "RemoteProtocolError",
+    "RequestTimeoutError",
+    "RetrieveResult",
+    "RetrievedChunk",
+    "ServerConnection",
+    "ServerError",
+    "ServerTerms",
+    "ServerUnavailableError",
+    "SessionLostError",
+    "Shard",
+    "SpaceMismatchError",
+    "State",
+    "StoreResult",
+    "TensorError",
+    "Tunnel",
+    "UnsupportedServerError",
+    "answer_hello",
+    "keys_of_digests",
+    "keys_of_tokens",
+    "negotiate",
+    "probe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what owns sockets when it is first used."""
+    module = _WITH_SOCKETS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from protocol_v2 import operations
 from protocol_v2.client import GRACE, WHOLE, ClientBase, checked_timeout
-from protocol_v2.client_thread import is_settled
-from protocol_v2.errors import ClientClosedError, ProtocolError, RequestTimeoutError
+from protocol_v2.errors import ProtocolError, RequestTimeoutError
 from protocol_v2.operations import (
     AwaitLimits,
     ClearResult,
@@ -194,10 +193,9 @@ class AsyncCacheClient(ClientBase):
             return error
 
     async def _limits(self, timeout: float) -> Limits:
-        keeper = self._thread.keeper
-        if not is_settled(keeper) and not await asyncio.to_thread(self._thread.wait_for_phase, is_settled, timeout):
-            raise RequestTimeoutError("no session before the deadline")
-        limits, failure = keeper.limits, keeper.failure
-        if limits is None:
-            raise failure or ClientClosedError("the client was closed")
-        return limits
+        if not self._thread.is_settled:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(self._thread.when_settled()), timeout)
+            except TimeoutError:
+                raise RequestTimeoutError("no session before the deadline") from None
+        return self._thread.limits()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol_v2 import operations
-from protocol_v2.client_thread import ClientThread, chance, is_settled
+from protocol_v2.client_thread import ClientThread, chance
 from protocol_v2.errors import ClientClosedError, LocalProtocolError, ProtocolError, RequestTimeoutError
 from protocol_v2.negotiation import ClientTerms, Offer
 from protocol_v2.operations import (
@@ -334,13 +334,12 @@ class CacheClient(ClientBase):
             return error
 
     def _limits(self, timeout: float) -> Limits:
-        keeper = self._thread.keeper
-        if not self._thread.wait_for_phase(is_settled, timeout):
-            raise RequestTimeoutError("no session before the deadline")
-        limits, failure = keeper.limits, keeper.failure
-        if limits is None:
-            raise failure or ClientClosedError("the client was closed")
-        return limits
+        if not self._thread.is_settled:
+            try:
+                self._thread.when_settled().result(timeout)
+            except FutureTimeoutError:
+                raise RequestTimeoutError("no session before the deadline") from None
+        return self._thread.limits()
 
 
 def checked_timeout(timeout: float) -> float:

@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol_v2.errors import ClientClosedError, LocalProtocolError, LocalTypeError, ProtocolError
+from protocol_v2.errors import (
+    ClientClosedError,
+    LocalProtocolError,
+    LocalTypeError,
+    ProtocolError,
+    ServerUnavailableError,
+)
 from protocol_v2.session_keeper import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 
     from protocol_v2.events import ReplyReceived
     from protocol_v2.frames import Frame
+    from protocol_v2.hello import Limits
     from protocol_v2.messages import Request
     from protocol_v2.session_keeper import Action, SessionKeeper
 
@@ -90,7 +97,8 @@ class ClientThread:
         self._tickets = itertools.count()
         self._inbox: deque[Callable[[float], None]] = deque()
         self._jobs: dict[int, _Job] = {}
-        self._changed = threading.Condition()
+        self._watchers: list[Future[None]] = []
+        self._lock = threading.Lock()
         self._closing = False
         self._ended = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -127,11 +135,29 @@ class ClientThread:
             self.check_usable()
             self._post(lambda _now: self.keeper.cancel(ticket))
 
-    def wait_for_phase(self, settled: Callable[[SessionKeeper], bool], timeout: float) -> bool:
-        """Wait until the keeper is as wanted, at most `timeout` seconds; whether it is."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a session, or a reason why there is none."""
+        return self.keeper.phase in {Phase.UP, Phase.CLOSED} or self.keeper.failure is not None
+
+    def limits(self) -> Limits:
+        """What the server holds requests to.
+
+        Raises:
+            ProtocolError: why there is no session.
+        """
         self.check_usable()
-        with self._changed:
-            return self._changed.wait_for(lambda: settled(self.keeper) or self._closing, timeout)
+        limits, failure = self.keeper.limits, self.keeper.failure
+        if limits is None:
+            raise failure or ServerUnavailableError("the session was lost just now")
+        return limits
+
+    def when_settled(self) -> Future[None]:
+        """A future that ends as soon as there is a session, or a reason why there is none."""
+        self.check_usable()
+        future: Future[None] = Future()
+        self._post(lambda _now: self._add_watcher(future))
+        return future
 
     def close(self) -> None:
         """End everything at once; in less than two seconds whatever the server does. Idempotent, from any thread.
@@ -154,7 +180,7 @@ class ClientThread:
             raise ClientClosedError("the client was closed; make another")
 
     def _post(self, what: Callable[[float], None]) -> None:
-        with self._changed:
+        with self._lock:
             if self._ended:
                 raise ClientClosedError("the client was closed; make another")
             self._inbox.append(what)
@@ -177,9 +203,8 @@ class ClientThread:
             self.keeper.close()
             self._act(time.monotonic())
             self._close_socket()
-            with self._changed:
+            with self._lock:
                 self._ended = True
-                self._changed.notify_all()
             self._end_rest()
             self._context.destroy(linger=0)
             self._wake_in.close()
@@ -207,6 +232,17 @@ class ClientThread:
     def _take(self, ticket: int, job: _Job, now: float) -> None:
         self._jobs[ticket] = job
         self.keeper.submit(ticket, job.message, job.payload, job.timeout, now)
+
+    def _add_watcher(self, future: Future[None]) -> None:
+        self._watchers.append(future)
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        if self.is_settled:
+            watchers, self._watchers = self._watchers, []
+            for future in watchers:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
 
     def _receive(self, dealer: zmq.Socket[bytes], now: float) -> None:
         for _ in range(MAX_MESSAGES_A_TURN):
@@ -245,8 +281,7 @@ class ClientThread:
             case CloseSocket():
                 self._close_socket()
             case PhaseChanged():
-                with self._changed:
-                    self._changed.notify_all()
+                self._tell_watchers()
 
     def _send(self, action: Send, now: float) -> None:
         if self._dealer is None:  # closed by an action before this one: its requests have ended already
@@ -341,8 +376,3 @@ def _event_name(happened: int) -> str:
 def chance() -> float:
     """Jitter for the keeper's backoff."""
     return random.random()  # noqa: S311  (spreads reconnects; nothing secret)
-
-
-def is_settled(keeper: SessionKeeper) -> bool:
-    """Whether there is a session, or a reason why there is none."""
-    return keeper.phase in {Phase.UP, Phase.CLOSED} or keeper.failure is not None

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "compat": {"compat", "protocol_v2", "keying"},
     "extra_keys_cli": set(PACKAGES),
 }
-SOCKET_OWNERS = {"protocol_v2/server.py", "protocol_v2/client.py", "protocol_v2/aio.py", "protocol_v2/sockets.py"}
+SOCKET_OWNERS = {"protocol_v2/server.py", "protocol_v2/client_thread.py"}
 
 
 def imported(source: str) -> Iterator[str]:

@@ -13,6 +13,15 @@ PUBLIC = {
         UnsupportedExtraKeyError chunk_digests chunk_keys decode_part decode_preimage encode_preimage format_digest
         pack_tokens segment_key unpack_tokens
     """,
+    "protocol_v2": """
+        Agreement AsyncCacheClient CacheClient CacheServer ClearResult ClientClosedError ClientConnection
+        ClientTerms Code Connection Disagreement EndSessionResult ErrorCode HandshakeError Keys Limits
+        LocalProtocolError LocalTypeError LookupResult MissReason NegotiationRefusedError Offer Patience Phase
+        PrefetchResult ProbeReport ProtocolError QueueFullError RefusalCode ReleaseResult RemoteProtocolError
+        RequestTimeoutError RetrieveResult RetrievedChunk ServerConnection ServerError ServerTerms
+        ServerUnavailableError SessionLostError Shard SpaceMismatchError State StoreResult TensorError Tunnel
+        UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe
+    """,
 }
 
 
