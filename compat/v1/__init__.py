@@ -3,6 +3,8 @@
     surrogates       31-bit values that stand for a multimodal item
     chunk_hashes     the two chunk-hash chains
     generations      what a v1 producer hashed: raw, int16, sha31
+    operations       the operations of the wire: numbers, payloads, answers
+    wire             their frames, both directions
     storage_names    names on disk, in Redis and Valkey, in buckets: recognised or not, never adopted
 
 Nothing here warns: these are definitions, used by the front, the audit and the tests. The entry points that callers of
