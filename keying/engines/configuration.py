@@ -170,6 +170,8 @@ def rope_text(*configs: Any) -> str:
             value = setting(config, name, "model configuration", ROPE_FIELDS)
             if value is not None:
                 found.setdefault(name, value)
+    if "rope_parameters" in found:  # newer configurations give the same once more under the older name
+        found.pop("rope_scaling", None)
     return canonical_text(found, "rope")
 
 

@@ -144,6 +144,8 @@ def _media_text(config: Any) -> str:
     if config is None:
         return canonical_text(None, "mm_config")
     values = {name: optional(config, name, _CONFIG) for name in MEDIA_SETTINGS}
+    if not values["video_pruning_rate"]:  # a method without a rate prunes nothing
+        values["video_pruning_method"] = values["video_pruning_rate"] = None
     return canonical_text({name: value for name, value in values.items() if value not in (None, {})}, "mm_config")
 
 

@@ -100,6 +100,7 @@ VLLM_CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {},
         {"model_config.multimodal_config": SimpleNamespace(media_io_kwargs={"video": {}})},
     ),
+    ("mm_config", {}, {"model_config.multimodal_config": SimpleNamespace(video_pruning_rate=0.5)}),
     ("parallel", {}, {"parallel_config.tensor_parallel_size": 2}),
     ("parallel", {}, {"parallel_config.pipeline_parallel_size": 2}),
     ("parallel", {}, {"parallel_config.decode_context_parallel_size": 2}),
@@ -157,10 +158,25 @@ def test_what_does_not_change_kv_does_not_change_the_root_of_vllm(fields: dict[s
     assert vllm().root == vllm(None, **fields).root
 
 
+def test_newer_and_doubled_names_of_rope_are_one() -> None:
+    """Transformers 5 gives ``rope_parameters`` once more as ``rope_scaling``; other parameters still show."""
+    parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    single, doubled, other = (
+        vllm(None, **{"model_config.hf_config": config, "model_config.hf_text_config": config})
+        for config in (
+            SimpleNamespace(rope_parameters=parameters),
+            SimpleNamespace(rope_parameters=parameters, rope_scaling=parameters),
+            SimpleNamespace(rope_parameters=parameters | {"rope_theta": 1}),
+        )
+    )
+    assert single.root == doubled.root
+    assert single.root != other.root
+
+
 def test_media_options_that_compute_nothing_do_not_show() -> None:
     """Cache sizes, limits and transport of the processor are no identity; a default is like an absent field."""
     one = SimpleNamespace(mm_processor_kwargs=None, media_io_kwargs={}, mm_processor_cache_gb=4, limit_per_prompt={})
-    other = SimpleNamespace(mm_processor_kwargs={}, mm_processor_cache_gb=0, mm_processor_cache_type="shm")
+    other = SimpleNamespace(mm_processor_kwargs={}, mm_processor_cache_type="shm", video_pruning_method="evs")
     spaces = [vllm(None, **{"model_config.multimodal_config": config}) for config in (one, other)]
     assert spaces[0].root == spaces[1].root
     assert spaces[0].root != vllm().root
