@@ -64,6 +64,15 @@ def serve(
         typer.Option(help="always: acknowledged means on disk, also after a power cut; rename-only: after kill -9."),
     ] = FsyncChoice.ALWAYS,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Threads for disk work.")] = 4,
+    space: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Serve this space only, and refuse others by the field that differs: a JSON file with the fields of "
+            "KeySpace, or a store's space.json. May be given several times. Default: any space.",
+            show_default=False,
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on 127.0.0.1 at this port.")
     ] = None,
@@ -76,6 +85,7 @@ def serve(
     if no_store and store is not None:
         raise typer.BadParameter("--store and --no-store exclude each other")
     with explained():
+        from extra_keys_cli.key_inputs import read_space
         from extra_keys_cli.serve import ServeOptions
         from extra_keys_cli.serve import serve as run
         from protocol_v2.tiers import Fsync
@@ -88,6 +98,7 @@ def serve(
                 disk=parse_size(disk),
                 fsync=Fsync[fsync.name],
                 workers=workers,
+                spaces=tuple(read_space(path) for path in space or ()),
                 metrics_port=metrics_port,
                 quiet=quiet,
             )

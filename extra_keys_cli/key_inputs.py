@@ -30,6 +30,8 @@ from keying import (
     Tag,
     chunk_keys,
 )
+from protocol_v2.storage.descriptions import parse_description
+from protocol_v2.storage.errors import StorageValueError
 
 _MAKERS: dict[str, Callable[..., ExtraKey]] = {
     "mm": MultimodalItem,
@@ -69,6 +71,24 @@ def read_key_inputs(source: str) -> KeyInputs:
         raise CommandError(
             f"{source}: not key inputs ({error}); see 'extra-keys explain --help' for the form"
         ) from None
+
+
+def read_space(path: Path) -> KeySpace:
+    """A space from a JSON file: the fields of `KeySpace`, or a store's own ``space.json``.
+
+    Raises:
+        CommandError: not such a file.
+    """
+    try:
+        data = path.read_bytes()
+        fields = json.loads(data)
+        if "root" in fields:
+            return parse_description(data)
+        return KeySpace(fields.pop("model"), **fields)
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, StorageValueError) as error:
+        raise CommandError(f"{path}: not a space ({error})") from None
 
 
 def _inputs(fields: dict[str, Any]) -> KeyInputs:

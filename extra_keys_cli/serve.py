@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from extra_keys_cli.failures import stderr, stdout
 from extra_keys_cli.sizes import format_size
+from keying import KeySpace
 from protocol_v2.cache import ChunkCache
 from protocol_v2.hello import Limits
 from protocol_v2.metrics import StatusCollector
@@ -23,6 +24,7 @@ from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer, checked_addresses
 from protocol_v2.service import CacheService
 from protocol_v2.tiers import DiskTier, Fsync
+from protocol_v2.tiers.descriptions import described_spaces
 
 BOOT_ID_BYTES = 16
 
@@ -38,6 +40,7 @@ class ServeOptions:
         disk: bytes of the disk tier.
         fsync: when data is forced to the disk.
         workers: threads for disk work.
+        spaces: the only spaces to serve; empty for any.
         metrics_port: port on 127.0.0.1 for a Prometheus scraper; None for none.
         quiet: print nothing but warnings and errors.
     """
@@ -48,6 +51,7 @@ class ServeOptions:
     disk: int
     fsync: Fsync
     workers: int
+    spaces: tuple[KeySpace, ...]
     metrics_port: int | None
     quiet: bool
 
@@ -71,8 +75,14 @@ def serve(options: ServeOptions) -> None:
                 Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         service = CacheService(
             _loaded_cache(options),
-            ServerTerms(boot_id=os.urandom(BOOT_ID_BYTES), limits=Limits(), software="extra-keys"),
+            ServerTerms(
+                boot_id=os.urandom(BOOT_ID_BYTES),
+                limits=Limits(),
+                expected_spaces=options.spaces,
+                software="extra-keys",
+            ),
             started=time.monotonic(),
+            spaces=() if options.store is None else described_spaces(options.store),
         )
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(CacheServer(options.listen, service, workers=options.workers))

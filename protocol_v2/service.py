@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from protocol_v2.capability import answer_probe, is_probe
@@ -59,7 +60,7 @@ from protocol_v2.storage.objects import Envelope
 from protocol_v2.tensors import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from keying import KeySpace
     from protocol_v2.cache import ChunkCache
@@ -145,6 +146,7 @@ class CacheService:
         started: seconds, monotonic.
         max_peers: sessions that stand at one time.
         front: what answers messages of another protocol; None counts and drops them.
+        spaces: those that the cache holds entries of from earlier runs, for the notice in a welcome.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class CacheService:
         started: float,
         max_peers: int = MAX_PEERS,
         front: ForeignFront | None = None,
+        spaces: Iterable[KeySpace] = (),
     ) -> None:
         self._cache = cache
         self._terms = terms
@@ -162,7 +165,7 @@ class CacheService:
         self._max_peers = max_peers
         self._front = front
         self._peers: dict[bytes, _Peer] = {}
-        self._spaces: dict[bytes, KeySpace] = {}
+        self._spaces = {space.root: space for space in islice(spaces, MAX_SPACES)}
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
         self._jobs: deque[Job] = deque()
         self._running = 0

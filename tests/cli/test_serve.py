@@ -11,6 +11,7 @@ import pytest
 
 from keying import CacheSalt, KeySpace, chunk_keys
 from protocol_v2.client import CacheClient
+from protocol_v2.errors import SpaceMismatchError
 from tests.cli.processes import run, serving
 
 pytestmark = pytest.mark.zmq
@@ -147,3 +148,37 @@ def test_a_long_cache_folder_gets_a_short_socket(tmp_path: Path) -> None:
         assert len(os.fsencode(server.address.removeprefix("ipc://"))) <= 107
         store(server.address)
         assert 0 == server.stop()[0]
+
+
+def test_a_pinned_server_refuses_other_spaces_by_name_of_the_field(tmp_path: Path) -> None:
+    """--space: the right space is served; another is refused with both values, in the client's error and the log."""
+    path = tmp_path / "space.json"
+    path.write_text(json.dumps({"model": "org/m", "chunk_size": 4, "kv_dtype": "bfloat16"}))
+    with serving("--space", str(path), cache_home=tmp_path) as server:
+        store(server.address)
+        other = KeySpace("org/m", chunk_size=4, kv_dtype="float16")
+        with CacheClient(server.address, other) as client, pytest.raises(SpaceMismatchError, match="kv_dtype"):
+            client.wait_ready(20)
+        code, _, err = server.stop()
+    assert 0 == code
+    assert 1 == err.count("kv_dtype")
+    assert 1 == run("serve", "--space", str(tmp_path / "none"), cache_home=tmp_path).returncode
+    path.write_text("{}")
+    assert "not a space" in run("serve", "--space", str(path), cache_home=tmp_path).stderr
+
+
+def test_a_restarted_server_still_knows_the_spaces_that_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Never a silent hit rate of 0: another dtype of a held model is told so, also after a restart, on both sides."""
+    with serving(cache_home=tmp_path) as server:
+        store(server.address)
+        assert 0 == server.stop()[0]
+    with serving(cache_home=tmp_path) as server:
+        with CacheClient(server.address, KeySpace("org/m", chunk_size=4, kv_dtype="float16")) as client:
+            established = client.wait_ready(20)
+        assert established is not None
+        assert ["kv_dtype"] == [one.field for one in established.notice]
+        code, _, err = server.stop()
+    assert (0, 1) == (code, err.count("kv_dtype"))
+    assert "kv_dtype" in caplog.text
