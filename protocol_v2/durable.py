@@ -82,7 +82,7 @@ class DurableSide:
             removal.run()
         except TierError:
             self.failed += 1
-            self._put_back(victims, removal)
+            self.residency.evicted -= self._put_back(victims, removal)
         return scan
 
     def turn(self, chunk: ChunkId, shard: Shard) -> int | None:
@@ -124,7 +124,7 @@ class DurableSide:
             if isinstance(ran, Done):
                 self._settle_written(obj, write, ran.value)
                 return
-            self._put_back(victims, removal)
+            self.residency.evicted -= self._put_back(victims, removal)
             if not isinstance(ran.error, TaskCancelledError):
                 self.failed += isinstance(ran.error, TierError)
                 self._note_stray(obj.id)
@@ -215,9 +215,10 @@ class DurableSide:
             self._presence.discard(resident.id, resident.shards, DISK)
         return victims, self.tier.doom(_objects_of(victims))
 
-    def _put_back(self, victims: Iterable[Resident[int]], removal: Removal) -> None:
-        """Index again what a removal left."""
+    def _put_back(self, victims: Iterable[Resident[int]], removal: Removal) -> int:
+        """Index again what a removal left; how many chunks."""
         self.tier.give_up(removal)
+        restored = 0
         for resident in victims:
             for shard in list(resident.shards):
                 if ObjectId(*resident.id, shard) not in removal.left:
@@ -231,9 +232,10 @@ class DurableSide:
                     self._note_stray(ObjectId(*resident.id, shard))
                 continue
             self.residency.restore(resident)
-            self.residency.evicted -= 1
+            restored += 1
             for shard in resident.shards:
                 self._presence.add(resident.id, shard, DISK)
+        return restored
 
     def _end_write(self, obj: StoredObject, write: _Write) -> None:
         writes = self._writes[obj.id]

@@ -260,9 +260,7 @@ class DiskTier:
         Raises:
             TierError: the folder does not take writes.
         """
-        with self._lock:
-            at = max(self._clock(), self._last_use + 1)
-            self._last_use = at + len(uses)
+        at = self._times(len(uses))
         for place, one in enumerate(uses):
             try:
                 os.utime(self._path(one.name), ns=(at + place, at + place), follow_symlinks=False)
@@ -320,10 +318,17 @@ class DiskTier:
     def _path(self, name: ObjectName) -> Path:
         return self._folder / str(name)
 
+    def _times(self, count: int) -> int:
+        """The first of `count` times for uses, later than all before, whatever the wall clock does."""
+        with self._lock:
+            first = max(self._clock(), self._last_use + 1)
+            self._last_use = first + count - 1
+        return first
+
     def _place(self, path: Path, buffers: Sequence[bytes | memoryview], written: ObjectId | None) -> tuple[int, int]:
         """Write a file under a temporary name and give it its own; inode and turn."""
         temporary = self._folder / TEMPORARY / secrets.token_hex(16)
-        inode = write_file(temporary, buffers, sync=self._sync)
+        inode = write_file(temporary, buffers, sync=self._sync, modified=self._times(1))
         try:
             with self._lock:
                 if written is not None:

@@ -63,12 +63,20 @@ def make_folder(path: Path) -> bool:
     return True
 
 
-def write_file(path: Path, buffers: Sequence[bytes | memoryview], *, sync: bool) -> int:
-    """Write a file that must not exist yet; its inode. A file that could not be written whole is removed."""
+def write_file(path: Path, buffers: Sequence[bytes | memoryview], *, sync: bool, modified: int) -> int:
+    """Write a file that must not exist yet; its inode. A file that could not be written whole is removed.
+
+    Args:
+        path: where.
+        buffers: what, back to back.
+        sync: force it to the disk.
+        modified: its modification time, nanoseconds: file systems' own times are too coarse to order writes.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         try:
             _write_all(descriptor, [view for one in buffers if (view := memoryview(one).cast("B")).nbytes])
+            os.utime(descriptor, ns=(modified, modified))
             if sync:
                 os.fsync(descriptor)
             return os.fstat(descriptor).st_ino

@@ -15,7 +15,7 @@ from protocol_v2.storage.objects import NO_PARENT, Envelope
 from protocol_v2.tiers import DiskTier, Fsync
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from protocol_v2.work import Task
 
@@ -76,10 +76,18 @@ def open_disk(folder: Path, *, budget: int = 2**30, fsync: Fsync = Fsync.RENAME_
     return DiskTier(folder, budget=budget, fsync=fsync, **options)
 
 
-def open_cache(folder: Path | None, *, memory: int = 2**30, disk: int = 2**30, **limits: Any) -> ChunkCache:
-    """A loaded cache; without a folder in memory alone."""
-    tier = None if folder is None else open_disk(folder, budget=disk)
-    cache = ChunkCache(memory, tier, limits=CacheLimits(**limits))
+def open_cache(
+    folder: Path | None, *, memory: int = 2**30, disk: int = 2**30, ticks: Iterator[int] | None = None, **limits: Any
+) -> ChunkCache:
+    """A loaded cache; without a folder in memory alone. With `ticks` its clock and lease ids are counted."""
+    if ticks is None:
+        tier = None if folder is None else open_disk(folder, budget=disk)
+        cache = ChunkCache(memory, tier, limits=CacheLimits(**limits))
+    else:
+        tier = None if folder is None else open_disk(folder, budget=disk, clock=ticks.__next__)
+        cache = ChunkCache(
+            memory, tier, limits=CacheLimits(**limits), new_lease_id=lambda: next(ticks).to_bytes(16, "big")
+        )
     cache.load()
     return cache
 
