@@ -8,6 +8,9 @@ In pickle mode a list of CPU tensors travels as one ``pickle.dumps``, which is t
     inner    torch's legacy stream: five pickles of protocol 2 (magic number, version, facts of the system, the storage
              as a persistent id, a list with its key), then u64 elements and the raw little-endian data
 
+torch 2.13 writes 8-bit floats over an untyped storage, which its own legacy reader then cannot load, so such a message
+fails between released peers. It is read here; what is written has a storage of bytes instead, which torch loads.
+
 The release hands both to ``pickle.loads``, and `_load_from_bytes` calls ``torch.load`` without its safeguards: whoever
 can send such a message runs code. Here each is read by a closed reader (`closed_pickle`), and sizes come first.
 
@@ -172,10 +175,8 @@ def _written(tensors: Sequence[PickledTensor]) -> Iterator[bytes | memoryview]:
 
 def _inner_head(dtype: str, n_bytes: int) -> bytes:
     """The five pickles and the count that stand in front of a storage's data."""
-    if dtype in _STORAGES:
-        kind, count = f"torch\n{_STORAGES[dtype]}\n", n_bytes // DTYPE_BYTES[dtype]
-    else:
-        kind, count = "torch.storage\nUntypedStorage\n", n_bytes
+    kind = f"torch\n{_STORAGES.get(dtype, _STORAGES['uint8'])}\n"
+    count = n_bytes // DTYPE_BYTES[dtype]
     persistent = b"(" + _unicode("storage") + b"c" + kind.encode() + _unicode("0") + _unicode("cpu")
     return b"".join(
         (
@@ -240,8 +241,8 @@ def _rebuilt_v2(arguments: tuple[Any, ...]) -> PickledTensor:
 
 def _rebuilt_v3(arguments: tuple[Any, ...]) -> PickledTensor:
     dtype = _BY_NAME.get(arguments[6].name) if len(arguments) == 7 and type(arguments[6]) is Global else None
-    if dtype is None or type(arguments[0]) is not _Storage or arguments[0].dtype is not None:
-        raise PickleRefusedError("pickled tensors: a tensor is not rebuilt from one untyped storage and a known dtype")
+    if dtype is None or type(arguments[0]) is not _Storage or arguments[0].dtype not in {None, "uint8"}:
+        raise PickleRefusedError("pickled tensors: a tensor is not rebuilt from one storage of bytes and a known dtype")
     return _rebuilt(arguments[0].data, dtype, arguments[1:6])
 
 
