@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol_v2 import operations
 from protocol_v2.client_thread import ClientThread, chance
-from protocol_v2.errors import ClientClosedError, LocalProtocolError, ProtocolError, RequestTimeoutError
+from protocol_v2.errors import LocalProtocolError, ProtocolError, RequestTimeoutError
 from protocol_v2.negotiation import ClientTerms, Offer
 from protocol_v2.operations import (
     AwaitLimits,
@@ -324,8 +324,11 @@ class CacheClient(ClientBase):
         except FutureTimeoutError:
             self._thread.cancel(ticket)
             return RequestTimeoutError("the client's own thread did not answer in time")
-        except CancelledError:
-            return ClientClosedError("the client was closed")
+        except BaseException:  # interrupted: the payload's memory is the caller's again when the thread let go of it
+            self._thread.cancel(ticket)
+            if step.payload:
+                wait([future], GRACE)
+            raise
 
     def _limits_or_error(self, timeout: float) -> Limits | ProtocolError:
         try:

@@ -688,6 +688,51 @@ def test_a_client_that_is_only_dropped_leaves_nothing_behind(tmp_path: Path) -> 
     assert before == threading.active_count()
 
 
+def test_a_thread_that_fails_ends_every_call(
+    client: CacheClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug of ours leaves no caller waiting: the call that met it and all later ones say that the client is closed."""
+    client.wait_ready()
+    monkeypatch.setattr(client._thread.keeper, "submit", lambda *_: 1 / 0)
+    with pytest.raises(ClientClosedError):
+        client.lookup("r", KEYS)
+    with pytest.raises(ClientClosedError):
+        client.lookup("r", KEYS)
+    assert "the client's thread failed" in caplog.text
+
+
+def test_an_interrupted_call_is_forgotten(server: CacheServer) -> None:
+    """Ctrl-C while a store waits: it is raised, and nothing stays pending."""
+    code = f"""
+import signal, threading, time, torch
+from keying import KeySpace, chunk_keys
+from protocol_v2 import CacheClient, keys_of_tokens
+from protocol_v2.session_keeper import SessionKeeper
+client = CacheClient({server.address!r}, KeySpace("m", chunk_size=4, kv_dtype="bfloat16"))
+client.wait_ready(5)
+SessionKeeper.received = lambda *_: None
+threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+begun = time.monotonic()
+try:
+    client.store("r", keys_of_tokens(range(4)), [torch.zeros(4)], timeout=30)
+except KeyboardInterrupt:
+    time.sleep(0.1)
+    assert client.pending == 0
+    assert time.monotonic() - begun < 5
+    print("interrupted")
+client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert ("interrupted\n", "") == (done.stdout, done.stderr)
+
+
+def test_an_address_that_zmq_refuses_is_an_unavailable_server() -> None:
+    """A path longer than a socket's may be: a miss with a reason, and no crash of the thread."""
+    with CacheClient(f"ipc:///tmp/{'x' * 200}", SPACE, patience=QUICK) as client:
+        assert isinstance(client.lookup("r", KEYS).failure, ServerUnavailableError)
+        assert "cannot connect" in str(client.failure)
+
+
 # ---- probe
 
 

@@ -262,6 +262,18 @@ def test_an_error_in_answer_to_a_hello_is_a_refusal() -> None:
     assert "TOO_LARGE" in event.refusal.message
 
 
+def test_an_answer_to_a_hello_that_cannot_be_read_costs_itself() -> None:
+    """A refusal without sense, or a reply where an answer is due: the hello still waits, and ends by its time."""
+    client = ConnectionPair().client
+    client.send(SayHello(client.new_request_id()), 0.0)
+    with pytest.raises(RemoteProtocolError) as caught:
+        client.receive_frames(join(Prelude(Code.REFUSAL, 1), encode({"code": "x"})), 0.0)
+    assert (1, State.GREETED) == (caught.value.request_id, client.state)
+    assert [] == client.receive_frames(join(Prelude(Code.LOOKUP_REPLY, 1), encode({})), 0.0)
+    assert (1, None) == (client.ignored, client.limits)
+    assert [HelloTimedOut()] == client.expire(5.0)
+
+
 def test_a_superseded_hello_is_not_answered() -> None:
     """Of two hellos the last counts; an answer to the first is not sent, and if it was, is ignored."""
     pair = ConnectionPair()

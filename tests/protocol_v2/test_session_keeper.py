@@ -83,6 +83,8 @@ class World:
         self.finished: dict[int, ReplyReceived | ProtocolError] = {}
         self.log: list[str] = []
         self.keyed_before_capability = False
+        self.known: tuple[KeySpace, ...] = ()
+        self.mute_hello = False
         self.tickets = 0
 
     def ask(self, message: Request = LOOKUP, timeout: float = 1.0) -> int:
@@ -175,8 +177,10 @@ class World:
             return
         for event in events:
             match event:
-                case HelloReceived():
-                    answer = answer_hello(event, ServerTerms(self.boot, limits=LIMITS, expected_spaces=self.expected))
+                case HelloReceived() if not self.mute_hello:
+                    answer = answer_hello(
+                        event, ServerTerms(self.boot, limits=LIMITS, expected_spaces=self.expected), self.known
+                    )
                     self.to_client.append(self.server.send(AnswerHello(event.request_id, answer), self.now))
                 case RequestReceived() if self.behave != "deaf":
                     reply: Any = LookupReply(hit_chunks=2)
@@ -537,6 +541,36 @@ def test_a_full_queue_fails_that_request_only() -> None:
     world.run()
     assert ReplyReceived is ended(world, fine)
     assert 0 == world.keeper.pending
+
+
+def test_a_question_that_cannot_be_sent_is_a_failed_attempt() -> None:
+    """What the keeper itself cannot send ends the attempt, not the client."""
+    world = World("full")
+    ticket = world.ask(timeout=60.0)
+    world.run()
+    assert ServerUnavailableError is ended(world, ticket)
+    world.behave = "serve"
+    world.run(2.0)
+    assert Phase.UP is world.keeper.phase
+
+
+def test_a_notice_of_another_space_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Never a silent 0 % hit rate: an open server that holds another space of the model says how it differs."""
+    world = World()
+    world.known = (OTHER_SPACE,)
+    world.run()
+    assert Phase.UP is world.keeper.phase
+    assert 1 == sum("kv_dtype ('bfloat16', held 'float8_e4m3fn')" in record.message for record in caplog.records)
+
+
+def test_an_unanswered_hello_is_a_failed_attempt() -> None:
+    """A server that lists the capability and then says nothing."""
+    world = World()
+    world.mute_hello = True
+    ticket = world.ask(timeout=60.0)
+    world.run(2.5)
+    assert ServerUnavailableError is ended(world, ticket)
+    assert "hello" in str(world.finished[ticket])
 
 
 def test_a_bad_request_fails_itself_only() -> None:
