@@ -5,6 +5,8 @@
     generations      what a v1 producer hashed: raw, int16, sha31
     operations       the operations of the wire: numbers, payloads, answers
     wire             their frames, both directions
+    closed_pickle    a reader of pickles that calls nothing
+    pickled_tensors  lists of tensors as LMCache's clients pickle them, read and written
     storage_names    names on disk, in Redis and Valkey, in buckets: recognised or not, never adopted
 
 Nothing here warns: these are definitions, used by the front, the audit and the tests. The entry points that callers of

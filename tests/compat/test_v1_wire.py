@@ -1,5 +1,7 @@
 """The v1 wire codec: byte for byte the captured exchange, strict with what it does not know."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,6 +131,15 @@ def test_every_number_of_the_release_is_taken_once() -> None:
     } == {operation for operation, spec in OPERATIONS.items() if spec.code is None}
     assert set(V1Operation) == set(OPERATIONS)
     assert "register_kv_cache_engine_driven_context" == max(V1Operation, key=len).removeprefix("un")
+
+
+def test_the_specification_lists_what_is_served() -> None:
+    """Every operation that is served has its row: number, name, number of payloads."""
+    page = (Path(__file__).parents[2] / "docs" / "spec" / "v1-formats.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|(.*?)\|", page, re.MULTILINE)
+    listed = {(int(number), name, payloads.count(",") + bool(payloads.strip())) for number, name, payloads in rows}
+    served = {(spec.code, str(op), len(spec.payloads)) for op, spec in OPERATIONS.items() if spec.payloads is not None}
+    assert served == listed
 
 
 def test_an_operation_may_come_by_name_and_is_echoed_as_it_came() -> None:
