@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-GOLDEN: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "vectors" / "lmcache-0.5.6.json").read_text(encoding="utf-8")
-)
+_VECTORS = Path(__file__).parents[1] / "vectors"
+
+GOLDEN: dict[str, Any] = json.loads((_VECTORS / "lmcache-0.5.6.json").read_text(encoding="utf-8"))
+"""Values of its functions."""
+
+WIRE: dict[str, Any] = json.loads((_VECTORS / "lmcache-0.5.6-wire.json").read_text(encoding="utf-8"))
+"""Frames between its client and its server."""

@@ -18,7 +18,7 @@ import compat.v1.pickled_tensors as module
 from compat import CompatError
 from compat.v1.closed_pickle import PickleRefusedError
 from compat.v1.pickled_tensors import DTYPE_BYTES, PickledTensor, read_tensors, write_tensors
-from tests.compat.golden import GOLDEN
+from tests.compat.golden import WIRE
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -174,9 +174,18 @@ def test_a_large_tensor_is_read() -> None:
     assert _bytes(tensor) == bytes(read.data)
 
 
+def test_globals_are_recalled_from_far_back() -> None:
+    """Element types that differ, after more memo places than one byte counts."""
+    tensors = [
+        *(torch.full((2,), float(i)) for i in range(40)),
+        *(torch.ones(2).to(torch.float8_e5m2) for _ in range(40)),
+    ]
+    assert [_bytes(t) for t in tensors] == [bytes(r.data) for r in read_tensors(pickle.dumps(tensors))]
+
+
 def test_the_captured_store_is_read() -> None:
     """The pickle that a real client sent: two chunks of zeros, views of one tensor of eight tokens or two of four."""
-    step = next(s for s in GOLDEN["wire"]["exchange"] if s["op"] == "commit_store")
+    step = next(s for s in WIRE["exchange"] if s["op"] == "commit_store")
     frame = bytes.fromhex(step["request_frames_hex"][4])
     (size,) = struct.unpack(">H", frame[1:3])
     assert 3 + size == len(frame)
@@ -306,6 +315,8 @@ BAD_STREAMS: dict[str, tuple[int, bytes]] = {
     "negative elements": (3, _persistent("storage", torch.HalfStorage, "0", "cpu", -2, None)),
     "elements as text": (3, _persistent("storage", torch.HalfStorage, "0", "cpu", "2", None)),
     "a number": (3, pickle.dumps(7, protocol=2)),
+    "items without a dict": (2, b"\x80\x02X\x01\x00\x00\x00a(X\x01\x00\x00\x00b\x88u."),
+    "a key without its value": (2, b"\x80\x02}(X\x01\x00\x00\x00bu."),
     "no keys": (4, pickle.dumps([], protocol=2)),
     "two keys": (4, pickle.dumps(["0", "1"], protocol=2)),
     "another key": (4, pickle.dumps(["x"], protocol=2)),
@@ -402,7 +413,10 @@ FLOODS: dict[str, bytes] = {
     "an empty stack": b"\x80\x04a.",
     "a tuple of nothing": b"\x80\x04\x86.",
     "close without open": b"\x80\x04t.",
-    "append to a tuple": b"\x80\x04)Na.",
+    "append to a tuple": b"\x80\x04)K\x01a.",
+    "a storage of a number": b"\x80\x04\x8c\x0dtorch.storage\x8c\x10_load_from_bytes\x93K\x01\x85R.",
+    "a tensor of nothing": b"\x80\x04\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v3\x93)R.",
+    "an older tensor of nothing": b"\x80\x04\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v2\x93)R.",
     "no end": b"\x80\x04]",
     "two values": b"\x80\x04]].",
     "no value": b"\x80\x04.",

@@ -33,9 +33,9 @@ from compat.v1.wire import (
     encode_failure,
     encode_request,
 )
-from tests.compat.golden import GOLDEN
+from tests.compat.golden import GOLDEN, WIRE
 
-EXCHANGE = GOLDEN["wire"]["exchange"]
+EXCHANGE = WIRE["exchange"]
 E = msgspec.msgpack.encode
 KEY: dict[str, Any] = {
     "model_name": "m",
@@ -179,7 +179,7 @@ def test_an_unknown_field_of_a_key_is_refused(field: str) -> None:
 
 def test_an_unknown_field_of_a_registration_is_refused() -> None:
     """It says what the cache holds."""
-    fields = msgspec.msgpack.decode(bytes.fromhex(GOLDEN["wire"]["register_payload_hex"]))
+    fields = msgspec.msgpack.decode(bytes.fromhex(WIRE["extra"]["register_payload_hex"]))
     assert decode_request([E(3), E(14), E(fields)]).operation is V1Operation.REGISTER_ENGINE_DRIVEN
     error = _refused([E(3), E(14), E(fields | {"lora": "a"})])
     assert [E(3), E(14), E({"shm_name": "", "pool_size": 0})] == error.answer
