@@ -22,8 +22,8 @@ class FsyncChoice(StrEnum):
 app = typer.Typer(
     name="extra-keys",
     help="KV-cache keys that are right: [bold]key = hash(tokens, extra_keys)[/bold].\n\n"
-    "[b]serve[/b] runs a cache server, [b]probe[/b] asks one what it speaks, [b]demo[/b] shows the whole on requests "
-    "captured from a real engine, [b]explain[/b] and [b]diff[/b] say what a key stands for.",
+    "[b]serve[/b] runs a cache server, [b]probe[/b] and [b]status[/b] ask one what it speaks and does, [b]demo[/b] "
+    "shows the whole on requests captured from a real engine, [b]explain[/b] and [b]diff[/b] say what a key is.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -130,21 +130,40 @@ def demo(
             raise typer.Exit(1)
 
 
+ServerAddress = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT.", show_default=False)]
+Timeout = Annotated[float, typer.Option(min=0.01, help="Seconds to wait for all of it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
 @app.command()
 def probe(
-    address: Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT.", show_default=False)],
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for a session.")] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    address: ServerAddress,
+    space: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Say this space too, so that a mismatch shows: JSON as for serve --space."),
+    ] = None,
+    timeout: Timeout = 5.0,
+    as_json: AsJson = False,
 ) -> None:
     """Say hello to a server and print both sides and what was agreed.
 
     Exit code 0 only if a session of wire protocol 2 stands.
     """
     with explained():
+        from extra_keys_cli.key_inputs import read_space
         from extra_keys_cli.probe import probe as run
 
-        if not run(address, timeout, as_json=as_json):
+        if not run(address, None if space is None else read_space(space), timeout, as_json=as_json):
             raise typer.Exit(1)
+
+
+@app.command()
+def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
+    """Print what a server says of itself: schemas, tiers, hits and misses by reason, leases, refusals."""
+    with explained():
+        from extra_keys_cli.probe import status as run
+
+        run(address, timeout, as_json=as_json)
 
 
 @app.command()

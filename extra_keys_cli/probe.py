@@ -1,7 +1,6 @@
-"""``extra-keys probe``: hello, and what came of it."""
+"""``extra-keys probe`` and ``status``: what a server speaks, and what it says of itself."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,99 +8,104 @@ from rich.markup import escape
 from rich.table import Table
 
 from extra_keys_cli.failures import stderr, stdout
-from protocol_v2.client import CacheClient
-from protocol_v2.errors import NegotiationRefusedError, ProtocolError
-from protocol_v2.events import Established
-from protocol_v2.negotiation import Offer
-
-TOLD = (
-    "server.uptime_s",
-    "server.peers",
-    "tier.memory.used",
-    "tier.memory.budget",
-    "tier.disk.used",
-    "tier.disk.budget",
-)
+from keying import KeySpace
+from protocol_v2 import CacheClient, ProbeReport
+from protocol_v2 import probe as ask
 
 
-def probe(address: str, timeout: float, *, as_json: bool) -> bool:
-    """Say hello without a space, print both sides and what was agreed.
+def probe(address: str, space: KeySpace | None, timeout: float, *, as_json: bool) -> bool:
+    """Say hello, print both sides and what was agreed.
 
     Args:
         address: of the server.
-        timeout: seconds.
+        space: to say, so that a mismatch shows; None for none.
+        timeout: seconds for all of it.
         as_json: print one object, for scripts.
 
     Returns:
-        Whether a session of wire protocol 2 stands.
+        Whether a session of wire protocol 2 stood.
     """
-    ours = Offer()
-    with CacheClient(address, role="probe", timeout=timeout) as client:
-        try:
-            established = client.wait_ready()
-            if established is None:
-                stderr.print("[red]no session:[/red] the server speaks another protocol", highlight=False)
-                return False
-            status = client.status()
-        except ProtocolError as error:
-            _print_failure(ours, error, as_json=as_json)
-            return False
+    report = ask(address, space, timeout=timeout)
     if as_json:
-        stdout.print_json(json.dumps(_facts(address, ours, established, status)))
+        stdout.print_json(json.dumps(_facts(report)))
+    elif report.ok:
+        _print_session(report)
     else:
-        _print_session(address, ours, established, status)
-    return True
+        stderr.print(f"[red]no session:[/red] {escape(str(report.error))}", highlight=False, soft_wrap=True)
+    return report.ok
 
 
-def _facts(address: str, ours: Offer, established: Established, status: Mapping[str, Any]) -> dict[str, Any]:
+def status(address: str, timeout: float, *, as_json: bool) -> None:
+    """Print a server's facts.
+
+    Raises:
+        ProtocolError: no session, or no answer in time.
+    """
+    with CacheClient(address, role="status", timeout=timeout) as client:
+        client.wait_ready()
+        facts = client.status()
+    if as_json:
+        stdout.print_json(json.dumps(facts))
+        return
+    table = Table("fact", "value")
+    group = ""
+    for name, value in sorted(facts.items()):
+        first = name.split(".", 1)[0]
+        if group and first != group:
+            table.add_section()
+        group = first
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else escape(str(value)))
+    stdout.print(table)
+
+
+def _facts(report: ProbeReport) -> dict[str, Any]:
+    established = report.established
     return {
-        "session": True,
-        "address": address,
-        "asked": msgspec.to_builtins(ours.to_wire()),
-        "agreed": {
+        "session": report.ok,
+        "address": report.address,
+        "capabilities": None if report.capabilities is None else sorted(report.capabilities),
+        "asked": msgspec.to_builtins(report.offer.to_wire()),
+        "agreed": established
+        and {
             "wire": established.agreement.wire,
             "schema": established.agreement.schema,
             "features": sorted(established.agreement.features),
         },
-        "server": {"software": established.server_software, "boot_id": established.server_boot_id.hex()},
-        "limits": msgspec.to_builtins(established.limits),
-        "not_recognised": msgspec.to_builtins(established.unrecognised),
-        "status": dict(status),
+        "server": established
+        and {"software": established.server_software, "boot_id": established.server_boot_id.hex()},
+        "limits": established and msgspec.to_builtins(established.limits),
+        "space_notice": established and msgspec.to_builtins(established.notice),
+        "not_recognised": established and msgspec.to_builtins(established.unrecognised),
+        "refusal": report.refusal and msgspec.to_builtins(report.refusal),
+        "error": report.error and {"type": type(report.error).__name__, "message": str(report.error)},
+        "hello_ms": round(report.hello_seconds * 1e3, 3),
+        "ping_ms": None if report.ping_seconds is None else round(report.ping_seconds * 1e3, 3),
     }
 
 
-def _print_session(address: str, ours: Offer, established: Established, status: Mapping[str, Any]) -> None:
-    agreement = established.agreement
-    table = Table("", "we", "server", "agreed", title=f"session with {escape(address)}")
+def _print_session(report: ProbeReport) -> None:
+    facts = _facts(report)
+    asked, agreed, server = facts["asked"], facts["agreed"], facts["server"]
+    floor = asked["floor"]
+    table = Table("", "we", "server", "agreed", title=f"session with {escape(report.address)}")
     for name, *cells in (
-        ("wire version", f"{sorted(ours.wire)}, at least {ours.wire_floor}", "", agreement.wire),
-        ("key schema", f"{sorted(ours.schemas)}, at least {ours.schema_floor}", "", agreement.schema),
-        ("storage schema", "", status.get("schema.storage", ""), ""),
-        ("features", sorted(ours.features) or "none", "", sorted(agreement.features) or "none"),
-        ("software", "extra-keys", established.server_software, ""),
-        ("boot id", "", established.server_boot_id.hex(), ""),
+        ("capabilities", "", ", ".join(facts["capabilities"] or ["none said"]), ""),
+        ("wire version", f"{asked['wire']}, at least {floor['wire']}", "", agreed["wire"]),
+        ("key schema", f"{asked['schemas']}, at least {floor['schema']}", "", agreed["schema"]),
+        ("features", asked["features"] or "none", "", agreed["features"] or "none"),
+        ("space", report.space.model if report.space else "none", "", ""),
+        ("software", "extra-keys", server["software"], ""),
+        ("boot id", "", server["boot_id"], ""),
+        ("hello, ping", f"{facts['hello_ms']} ms, {facts['ping_ms']} ms", "", ""),
     ):
         table.add_row(name, *(escape(str(cell)) for cell in cells))
     stdout.print(table)
-    facts = Table("limit or fact", "value")
-    for name, value in msgspec.to_builtins(established.limits).items():
-        facts.add_row(name, f"{value:,}")
-    for name in TOLD:
-        if name in status:
-            facts.add_row(name, f"{status[name]:,}")
-    stdout.print(facts)
-
-
-def _print_failure(ours: Offer, error: ProtocolError, *, as_json: bool) -> None:
-    refusal = error.refusal if isinstance(error, NegotiationRefusedError) else None
-    if as_json:
-        answer = {
-            "session": False,
-            "error": type(error).__name__,
-            "message": str(error),
-            "asked": msgspec.to_builtins(ours.to_wire()),
-            "refusal": None if refusal is None else msgspec.to_builtins(refusal),
-        }
-        stdout.print_json(json.dumps(answer))
-    else:
-        stderr.print(f"[red]no session:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    for one in facts["space_notice"]:
+        stdout.print(
+            f"[yellow]space differs from the nearest that the server holds:[/yellow] "
+            f"{escape(one['field'])} is {escape(repr(one['asked']))}, held {escape(repr(one['accepted']))}"
+        )
+    limits = Table("limit", "value")
+    for name, value in facts["limits"].items():
+        limits.add_row(name, f"{value:,}")
+    stdout.print(limits)

@@ -109,7 +109,7 @@ def test_help_teaches() -> None:
     """Every command is listed with a sentence, and usage mistakes exit with 2."""
     code, shown = run("--help")
     assert 0 == code
-    for command in ("serve", "probe", "demo", "explain", "diff"):
+    for command in ("serve", "probe", "status", "demo", "explain", "diff"):
         assert command in shown
     assert 2 == run("explain")[0]
     assert 2 == run("no-such-command")[0]

@@ -140,6 +140,30 @@ def test_probe_prints_what_was_agreed(tmp_path: Path) -> None:
     assert 1 == run("probe", "nonsense").returncode
 
 
+def test_probe_with_a_space_shows_a_mismatch(tmp_path: Path) -> None:
+    """An operator sees from outside that a space is none that the server holds, and which field differs."""
+    path = tmp_path / "space.json"
+    path.write_text(json.dumps({"model": "org/m", "chunk_size": 4, "kv_dtype": "float16"}))
+    with serving(cache_home=tmp_path) as server:
+        store(server.address)
+        shown = run("probe", "--space", str(path), server.address)
+        assert 0 == server.stop()[0]
+    assert (0, True) == (shown.returncode, "kv_dtype is 'float16', held 'bfloat16'" in shown.stdout)
+
+
+def test_status_prints_facts(tmp_path: Path) -> None:
+    """Every fact by its dotted name, as a table and as JSON; a server that is not there is exit code 1."""
+    with serving(cache_home=tmp_path) as server:
+        store(server.address)
+        shown, scripted = run("status", server.address), run("status", "--json", server.address)
+        assert 0 == server.stop()[0]
+    assert (0, 0) == (shown.returncode, scripted.returncode)
+    assert "tier.disk.objects" in shown.stdout
+    facts = json.loads(scripted.stdout)
+    assert (3, 3, 2) == (facts["tier.disk.objects"], facts["cache.stored.stored"], facts["schema.storage"])
+    assert 1 == run("status", "--timeout", "1", server.address).returncode
+
+
 def test_a_long_cache_folder_gets_a_short_socket(tmp_path: Path) -> None:
     """A path that no Unix socket can have is replaced by a short one, the same every time."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
