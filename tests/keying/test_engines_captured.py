@@ -6,16 +6,17 @@ from itertools import combinations
 
 import pytest
 
+from extra_keys_cli.captured import CapturedRequest, default_file, read_captured
 from keying import KeySpace, chunk_digests
 from keying.engines import UncacheableReason, from_vllm
 from protocol_v2.connectors.lora_revision import AdapterRevisions
-from tests.keying.captured import Captured, captured_requests
 from tests.keying.engine_samples import refused
 
 CHUNK = 16
 SYSTEM_PROMPT = 180
 """Tokens that the requests of one model share, but for those whose label says otherwise."""
 
+REQUESTS = read_captured(default_file())
 REVISIONS = AdapterRevisions(shared_paths=("/adapters/",))
 
 
@@ -23,7 +24,7 @@ REVISIONS = AdapterRevisions(shared_paths=("/adapters/",))
 def derived(model: str, chunk_size: int = CHUNK) -> dict[str, list[bytes]]:
     """Digests of all requests of a model, by label."""
     found: dict[str, list[bytes]] = {}
-    for one in captured_requests():
+    for one in REQUESTS:
         if one.model == model:
             space = KeySpace(model, chunk_size=chunk_size, kv_dtype=one.dtype)
             inputs = from_vllm(one.request, adapter_revision=REVISIONS)
@@ -38,7 +39,7 @@ def shared(one: list[bytes], other: list[bytes]) -> int:
     )
 
 
-def first_difference(one: Captured, other: Captured) -> int:
+def first_difference(one: CapturedRequest, other: CapturedRequest) -> int:
     """The first position at which two requests differ, by what was captured and not by any key."""
     a, b = one.request, other.request
     if a.cache_salt != b.cache_salt or a.lora_request != b.lora_request:
@@ -52,14 +53,14 @@ def first_difference(one: Captured, other: Captured) -> int:
     return min([token, *(int(offset) for _, offset, _ in spans[0] ^ spans[1])])
 
 
-def pairs() -> Iterator[tuple[Captured, Captured]]:
+def pairs() -> Iterator[tuple[CapturedRequest, CapturedRequest]]:
     """Every two requests of one model."""
-    return ((one, other) for one, other in combinations(captured_requests(), 2) if one.model == other.model)
+    return ((one, other) for one, other in combinations(REQUESTS, 2) if one.model == other.model)
 
 
 def test_the_file_is_what_its_readme_says() -> None:
     """32 requests of three models; a detector that sees none proves nothing."""
-    requests = captured_requests()
+    requests = REQUESTS
     assert 32 == len(requests)
     assert {"tiny-random/llama", "tiny-random/llava", "tiny-random/qwen2vl"} == {one.model for one in requests}
     assert 155 == sum(1 for _ in pairs())
@@ -119,7 +120,7 @@ def test_models_share_nothing() -> None:
 
 def test_without_the_declaration_the_adapters_are_refused() -> None:
     """Their folders are not here, so nothing says what they compute."""
-    adapted = [one.request for one in captured_requests() if one.request.lora_request]
+    adapted = [one.request for one in REQUESTS if one.request.lora_request]
     assert adapted
     for request in adapted:
         refused(UncacheableReason.UNREADABLE_ADAPTER, from_vllm, request, adapter_revision=AdapterRevisions())
@@ -131,7 +132,7 @@ def test_the_order_of_arrival_says_nothing() -> None:
         (one.model, one.label): chunk_digests(
             KeySpace(one.model, chunk_size=CHUNK, kv_dtype=one.dtype), inputs.tokens, inputs.extra_keys
         )
-        for one in reversed(captured_requests())
+        for one in reversed(REQUESTS)
         if (inputs := from_vllm(one.request, adapter_revision=REVISIONS))
     }
     assert {(model, label): derived(model)[label] for model, label in again} == again
