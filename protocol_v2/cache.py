@@ -432,6 +432,10 @@ class ChunkCache:
         self._offer(self._leases.drop_owner(owner))
         self._sessions.drop_owner(owner)
 
+    def roots(self) -> set[bytes]:
+        """Roots of the spaces of which something can be hit."""
+        return self._presence.roots()
+
     def clear(self, root: bytes | None = None, *, now: float) -> Task[Cleared]:
         """Forget what is not leased, of one space or all. Lookups miss it at once; the task removes the files.
 

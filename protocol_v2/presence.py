@@ -45,6 +45,10 @@ class Presence:
         """Chunks of one space, or all."""
         return len(self._chunks) if root is None else sum(1 for chunk in self._chunks if chunk[0] == root)
 
+    def roots(self) -> set[bytes]:
+        """Roots of the spaces of which some chunk is somewhere."""
+        return {root for root, _ in self._chunks}
+
     def has(self, chunk: ChunkId) -> bool:
         """Whether some shard of a chunk is somewhere."""
         return chunk in self._chunks

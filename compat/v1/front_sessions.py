@@ -17,6 +17,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from compat.v1.front_storage import ChunkLayout
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -181,16 +183,14 @@ class V1Worker:
     Attributes:
         model: LMCache's model name.
         world: ranks.
-        dtype: torch's name of the element type.
-        shape: of one chunk's tensor.
+        layout: of one chunk's tensor.
         last: seconds, monotonic, of the last sign of life.
         pinged: whether it ever pinged.
     """
 
     model: str
     world: int
-    dtype: str
-    shape: tuple[int, ...]
+    layout: ChunkLayout
     last: float
     pinged: bool = False
 
@@ -219,13 +219,14 @@ class WorkerTable:
         worker = V1Worker(
             registration.model_name,
             registration.world_size,
-            registration.dtype_str,
-            (*planes, registration.num_layers, slots, registration.hidden_dim_size),
+            ChunkLayout(
+                registration.dtype_str, (*planes, registration.num_layers, slots, registration.hidden_dim_size)
+            ),
             now,
         )
         self.unregister(registration.instance_id)
         self._all[registration.instance_id] = worker
-        self._dtypes.setdefault((worker.model, worker.world), Counter())[worker.dtype] += 1
+        self._dtypes.setdefault((worker.model, worker.world), Counter())[worker.layout.dtype] += 1
         if len(self._all) > self._max_workers:
             self.unregister(next(iter(self._all)))
         return worker
@@ -236,9 +237,9 @@ class WorkerTable:
         if worker is None:
             return
         dtypes = self._dtypes[worker.model, worker.world]
-        dtypes[worker.dtype] -= 1
-        if not dtypes[worker.dtype]:
-            del dtypes[worker.dtype]
+        dtypes[worker.layout.dtype] -= 1
+        if not dtypes[worker.layout.dtype]:
+            del dtypes[worker.layout.dtype]
         if not dtypes:
             del self._dtypes[worker.model, worker.world]
 
