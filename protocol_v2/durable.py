@@ -125,8 +125,8 @@ class DurableSide:
                 self._settle_written(obj, write, ran.value)
                 return
             self.residency.evicted -= self._put_back(victims, removal)
-            if not isinstance(ran.error, TaskCancelledError):
-                self.failed += isinstance(ran.error, TierError)
+            self.failed += isinstance(ran.error, TierError)
+            if write.overtaken or not isinstance(ran.error, TaskCancelledError):
                 self._note_stray(obj.id)
             raise ran.error
 

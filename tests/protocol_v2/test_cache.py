@@ -782,6 +782,19 @@ def test_a_store_that_a_clear_overtakes_is_gone(tmp_path: Path) -> None:
     assert 1 == hits(cache, KEYS)
 
 
+def test_a_cancelled_store_that_a_clear_overtook_leaves_no_file(tmp_path: Path) -> None:
+    """Two stores of one object, one acknowledged, then a clear, then the other given up: the file goes all the same."""
+    cache = open_cache(tmp_path)
+    given_up = cache.store(make_object(KEYS, 0), now=0.0)
+    run(cache.store(make_object(KEYS, 0), now=0.0))
+    run(cache.clear(now=0.0))
+    given_up.cancel(0.0)
+    assert (0, 1) == (hits(cache, KEYS), len(files_in(tmp_path)))
+    for upkeep in cache.maintain(0.0):
+        run(upkeep)
+    assert [] == files_in(tmp_path)
+
+
 @pytest.mark.parametrize("first", ["overtaken", "later"])
 def test_a_store_after_the_clear_wins(tmp_path: Path, first: str) -> None:
     """A store that came after the clear stays, whichever of both is done first, and through maintenance."""
