@@ -15,10 +15,11 @@ Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``
     events            what a connection tells and is told
     connection        the protocol, sans-IO: client_connection, server_connection
 
-The client: ``capability`` asks whom we talk to, ``session_keeper`` keeps a session (sans-IO), ``client_thread`` owns
-the socket, ``operations`` are the calls, ``client`` and ``aio`` run them. The server: ``storage`` and ``tiers`` hold
-values, ``cache`` is the core, ``service`` answers messages (sans-IO), ``server`` owns the sockets. Importing this
-package imports no zmq, torch or numpy; the names at its end do when they are first used.
+The client: ``capability`` asks whom we talk to, ``session_keeper`` keeps a session (sans-IO; ``foreign`` is what may
+be injected), ``client_thread`` owns the socket, ``operations`` are the calls, ``client`` and ``aio`` run them. The
+server: ``storage`` and ``tiers`` hold values, ``cache`` is the core, ``service`` answers messages (sans-IO),
+``server`` owns the sockets. Importing this package imports no zmq, torch or numpy; the names at its end do when they
+are first used.
 """
 
 import importlib
@@ -50,6 +51,7 @@ from protocol_v2.errors import SessionLostError as SessionLostError
 from protocol_v2.errors import SpaceMismatchError as SpaceMismatchError
 from protocol_v2.errors import TensorError as TensorError
 from protocol_v2.errors import UnsupportedServerError as UnsupportedServerError
+from protocol_v2.foreign import Tunnel as Tunnel
 
 # negotiation
 from protocol_v2.hello import Limits as Limits
@@ -57,6 +59,7 @@ from protocol_v2.hello import Limits as Limits
 # what a call names and gives
 from protocol_v2.identity import keys_of_digests as keys_of_digests
 from protocol_v2.identity import keys_of_tokens as keys_of_tokens
+from protocol_v2.keeper_actions import Phase as Phase
 from protocol_v2.negotiation import Agreement as Agreement
 from protocol_v2.negotiation import ClientTerms as ClientTerms
 from protocol_v2.negotiation import Disagreement as Disagreement
@@ -74,8 +77,6 @@ from protocol_v2.operations import RetrieveResult as RetrieveResult
 from protocol_v2.operations import StoreResult as StoreResult
 from protocol_v2.server_connection import ServerConnection as ServerConnection
 from protocol_v2.session_keeper import Patience as Patience
-from protocol_v2.session_keeper import Phase as Phase
-from protocol_v2.session_keeper import Tunnel as Tunnel
 from protocol_v2.state import State as State
 from protocol_v2.wire_keys import Keys as Keys
 from protocol_v2.wire_keys import Shard as Shard

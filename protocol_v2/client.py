@@ -27,7 +27,7 @@ from protocol_v2.operations import (
     RetrieveResult,
     StoreResult,
 )
-from protocol_v2.session_keeper import Patience, Phase, SessionKeeper
+from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.tensors import to_torch
 from protocol_v2.wire_keys import Shard
 
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 
     from keying import KeySpace
     from protocol_v2.events import Established
+    from protocol_v2.foreign import ForeignPolicy
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
+    from protocol_v2.keeper_actions import Phase
     from protocol_v2.messages import PingReply
     from protocol_v2.operations import Answer, Ask, KeysLike, Operation
-    from protocol_v2.session_keeper import ForeignPolicy, KeeperCounters
+    from protocol_v2.session_keeper import KeeperCounters
     from protocol_v2.tensors import TensorMeta
 
 R = TypeVar("R")

@@ -34,7 +34,7 @@ from protocol_v2.errors import (
     ProtocolError,
     ServerUnavailableError,
 )
-from protocol_v2.session_keeper import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
+from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from protocol_v2.events import ReplyReceived
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
+    from protocol_v2.keeper_actions import Action
     from protocol_v2.messages import Request
-    from protocol_v2.session_keeper import Action, SessionKeeper
+    from protocol_v2.session_keeper import SessionKeeper
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ is given up. So a dead or hung server costs each caller one deadline at most, th
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from protocol_v2.capability import CAPABILITY, probe, read_answer
 from protocol_v2.client_connection import ClientConnection
@@ -51,14 +50,17 @@ from protocol_v2.events import (
     SendRequest,
     SessionLost,
 )
+from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 from protocol_v2.messages import PingRequest
 from protocol_v2.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from protocol_v2.foreign import ForeignPolicy, Tunnel
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
+    from protocol_v2.keeper_actions import Action
     from protocol_v2.messages import Request
     from protocol_v2.negotiation import ClientTerms
 
@@ -71,17 +73,6 @@ SHORT_LIFE: Final = 1.0
 """Seconds; a session that ended sooner counts as a failed attempt, so that a flapping server is not hammered."""
 
 _PING: Final = -1
-
-
-class Phase(enum.Enum):
-    """How far we are with the server."""
-
-    DOWN = "down"
-    CONNECTING = "connecting"
-    PROBING = "probing"
-    GREETING = "greeting"
-    UP = "up"
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,90 +99,6 @@ class Patience:
         for name in self.__slots__:
             if not 0 < getattr(self, name) < math.inf:
                 raise LocalProtocolError(f"{name}: got {getattr(self, name)}, wanted seconds above 0")
-
-
-class Tunnel(Protocol):
-    """Speaks another protocol to a server that does not know this one, on the socket that is open.
-
-    Injected for such servers by whoever knows their protocol. It takes the same requests and gives the same events as a
-    `ClientConnection` with an open session, by whatever messages it needs.
-    """
-
-    @property
-    def limits(self) -> Limits:
-        """What requests are held to."""
-
-    def new_request_id(self) -> int:
-        """An id that this tunnel has not used."""
-
-    def send(self, event: SendRequest, now: float) -> None:
-        """Take a request; what to send for it comes out of `take_outgoing`."""
-
-    def receive_frames(self, frames: Sequence[Frame], now: float) -> list[Event]:
-        """Take a message of the server."""
-
-    def take_outgoing(self) -> list[list[Frame]]:
-        """Messages to send now."""
-
-    def abandon(self, request_id: int) -> None:
-        """Forget a request."""
-
-    def expire(self, now: float) -> list[Event]:
-        """Let time pass."""
-
-    def next_timeout(self) -> float | None:
-        """When `expire` has something to do."""
-
-    def lose(self, reason: str) -> list[Event]:
-        """The socket is gone; everything pending fails."""
-
-
-ForeignPolicy: TypeAlias = "Callable[[frozenset[str]], Tunnel | None]"
-"""Given what a server without `extra_keys/2` listed: a tunnel to it, or None to bypass it."""
-
-
-# ---- what a shell is asked to do
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSocket:
-    """Make a socket and connect it; report `connected` or `disconnected`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSocket:
-    """Close the socket, dropping whatever it still holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message without waiting; report `unsent` if its queue is full.
-
-    Args:
-        frames: the message.
-        ticket: whose request this is; None for the keeper's own.
-    """
-
-    frames: list[Frame]
-    ticket: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """A request has ended: hand the outcome to whoever waits."""
-
-    ticket: int
-    outcome: ReplyReceived | ProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseChanged:
-    """Whoever waits for a session should look again."""
-
-    phase: Phase
-
-
-Action: TypeAlias = OpenSocket | CloseSocket | Send | Finish | PhaseChanged
 
 
 @dataclass(slots=True)

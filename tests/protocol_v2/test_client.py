@@ -40,11 +40,12 @@ from protocol_v2.errors import (
 )
 from protocol_v2.events import AnswerHello, HelloReceived
 from protocol_v2.identity import keys_of_tokens
+from protocol_v2.keeper_actions import Phase
 from protocol_v2.negotiation import Offer
 from protocol_v2.probing import probe
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
-from protocol_v2.session_keeper import Patience, Phase
+from protocol_v2.session_keeper import Patience
 from protocol_v2.wire_keys import Shard
 
 if TYPE_CHECKING:

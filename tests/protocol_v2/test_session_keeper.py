@@ -35,19 +35,11 @@ from protocol_v2.events import (
     SendReply,
     SendRequest,
 )
+from protocol_v2.foreign import Tunnel
 from protocol_v2.frames import Frame, Prelude, is_protocol_2, join
+from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 from protocol_v2.messages import LookupReply, LookupRequest, PingReply, PingRequest, Request
-from protocol_v2.session_keeper import (
-    CloseSocket,
-    Finish,
-    OpenSocket,
-    Patience,
-    Phase,
-    PhaseChanged,
-    Send,
-    SessionKeeper,
-    Tunnel,
-)
+from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.wire_keys import Keys
 from tests.protocol_v2.strategies import CLIENT_BOOT, OTHER_SPACE, SPACE
 

@@ -1,0 +1,52 @@
+"""What may be injected into a client for servers that do not know wire protocol 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from protocol_v2.events import Event, SendRequest
+    from protocol_v2.frames import Frame
+    from protocol_v2.hello import Limits
+
+
+class Tunnel(Protocol):
+    """Speaks another protocol to a server that does not know this one, on the socket that is open.
+
+    Injected for such servers by whoever knows their protocol. It takes the same requests and gives the same events as a
+    `ClientConnection` with an open session, by whatever messages it needs.
+    """
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are held to."""
+
+    def new_request_id(self) -> int:
+        """An id that this tunnel has not used."""
+
+    def send(self, event: SendRequest, now: float) -> None:
+        """Take a request; what to send for it comes out of `take_outgoing`."""
+
+    def receive_frames(self, frames: Sequence[Frame], now: float) -> list[Event]:
+        """Take a message of the server."""
+
+    def take_outgoing(self) -> list[list[Frame]]:
+        """Messages to send now."""
+
+    def abandon(self, request_id: int) -> None:
+        """Forget a request."""
+
+    def expire(self, now: float) -> list[Event]:
+        """Let time pass."""
+
+    def next_timeout(self) -> float | None:
+        """When `expire` has something to do."""
+
+    def lose(self, reason: str) -> list[Event]:
+        """The socket is gone; everything pending fails."""
+
+
+ForeignPolicy: TypeAlias = "Callable[[frozenset[str]], Tunnel | None]"
+"""Given what a server without `extra_keys/2` listed: a tunnel to it, or None to bypass it."""
