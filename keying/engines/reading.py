@@ -8,9 +8,8 @@ Source: docs/engines.md; docs/spec/key-schema-2.md §13.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from keying.encoding import REQUEST_LOCAL_IDENTIFIER
 from keying.engines.reasons import UncacheableReason
@@ -22,17 +21,19 @@ _T = TypeVar("_T")
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInputs:
-    """What a request's keys are derived from: hand both to `keying.chunk_keys` or `keying.ChunkKeyChain`.
+class EngineInputs(NamedTuple):
+    """What a request's keys are derived from: ``tokens, extra_keys = from_vllm(request)``.
 
     Attributes:
         tokens: prompt and generated token ids so far; they do not print.
         extra_keys: in the order salt, adapters, items, embeddings, tags. They are checked against each other.
     """
 
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: tuple[int, ...]
     extra_keys: tuple[ExtraKey, ...]
+
+    def __repr__(self) -> str:
+        return f"EngineInputs({len(self.tokens)} tokens, extra_keys={self.extra_keys})"
 
 
 def required(owner: Any, name: str, engine: str, absent: Collection[str] = ()) -> Any:
