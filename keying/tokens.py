@@ -67,7 +67,7 @@ def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
         packed = array(_CODE, tokens)
     except Exception:  # __index__ is the caller's code; the search below names the element
         raise _fault(tokens) from None
-    if _SWAP:
+    if _SWAP:  # pragma: no cover  (a big-endian machine)
         packed.byteswap()
     data = packed.tobytes()
     _refuse_bools(tokens, data)
@@ -170,6 +170,6 @@ def unpack_tokens(data: bytes | memoryview) -> tuple[int, ...]:
     if len(data) % TOKEN_BYTES:
         raise TokenError(f"packed tokens: got {len(data)} bytes, wanted a multiple of {TOKEN_BYTES}")
     packed = array(_CODE, bytes(data))
-    if _SWAP:
+    if _SWAP:  # pragma: no cover  (a big-endian machine)
         packed.byteswap()
     return tuple(packed)

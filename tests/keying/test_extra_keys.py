@@ -19,6 +19,7 @@ from keying import (
     OverlappingEmbedsError,
     PromptEmbeds,
     Tag,
+    UncacheableRequest,
     UnsupportedExtraKeyError,
     chunk_keys,
 )
@@ -258,3 +259,10 @@ def test_str_subclasses_count_by_their_text() -> None:
     """A str subclass (numpy's str_, an enum) is its text."""
     assert MultimodalItem("x", 0, 4) == MultimodalItem(np.str_("x"), 0, 4)
     assert type(CacheSalt(np.str_("x")).value) is str
+
+
+def test_a_refusal_travels_between_processes() -> None:
+    """An uncacheable request keeps its reason and text through pickle."""
+    error = UncacheableRequest("missing_attribute", "vllm Request.cache_salt: not there")
+    again = pickle.loads(pickle.dumps(error))
+    assert (error.reason, str(error)) == (again.reason, str(again))

@@ -117,3 +117,19 @@ def test_something_else_than_a_space_is_refused() -> None:
     """A model name is not a space."""
     with pytest.raises(SpaceTypeError, match="got str, wanted KeySpace"):
         chunk_digests("org/m", [1])  # type: ignore[arg-type]
+
+
+def test_two_names_that_are_one_text_are_refused() -> None:
+    """A mapping whose names only look different cannot drop an attribute in silence."""
+
+    class Shy(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    with pytest.raises(SpaceError, match="two names are the same text"):
+        make(attributes={Shy("rope"): "a", Shy("rope"): "b"})

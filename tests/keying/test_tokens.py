@@ -217,6 +217,53 @@ def test_an_index_that_raises_is_refused() -> None:
         chunk_keys(SPACE, [1, Broken()])
 
 
+def test_a_sequence_that_changes_while_it_is_read_is_refused() -> None:
+    """An id that was out of range once and is not any more has no place to name; the request still gets no key."""
+
+    class Settling:
+        reads = 0
+
+        def __index__(self) -> int:
+            Settling.reads += 1
+            return -1 if Settling.reads == 1 else 5
+
+    with pytest.raises(TokenError, match="changed while they were read"):
+        chunk_keys(SPACE, [1, Settling()])
+
+
+def test_a_tensor_without_numpy_gives_the_same_key() -> None:
+    """A tensor that has no numpy view (torch without numpy, a subclass) is read as a list: same keys, same refusals."""
+
+    class Bare:
+        ndim = 1
+        dtype = torch.int64
+
+        def __init__(self, ids: list[int]) -> None:
+            self.ids = ids
+
+        def detach(self) -> "Bare":
+            return self
+
+        def cpu(self) -> "Bare":
+            return self
+
+        def tolist(self) -> list[int]:
+            return self.ids
+
+    class OnlyList(Bare):
+        detach = None  # type: ignore[assignment]
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "detach":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    for kind in (Bare, OnlyList):
+        assert chunk_keys(SPACE, IDS) == chunk_keys(SPACE, kind(IDS))
+        with pytest.raises(TokenError):
+            chunk_keys(SPACE, kind([-1]))
+
+
 def test_extreme_ids_have_distinct_keys() -> None:
     """The ends of the range are ids like others."""
     keys = {chunk_digests(SPACE, [token] * 4)[0] for token in (0, 1, 2**31, 2**32 - 1)}
