@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup check test interop demo bench vectors clean
+.PHONY: setup check test interop demo bench fuzz vectors clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/keys.py
 	$(BIN)/python bench/wire.py
+
+# a long run; a short seeded one is part of the tests
+fuzz: $(STAMP)
+	$(BIN)/python -m fuzz.wire --seconds 300
 
 vectors: $(STAMP)
 	$(BIN)/python tests/vectors/generate.py
