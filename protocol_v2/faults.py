@@ -27,9 +27,6 @@ class Faults:
         self._limit = limit
         self._reasons: OrderedDict[tuple[bytes, bytes], MissReason] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._reasons)
-
     def reason(self, chunk: ChunkId) -> MissReason:
         """Why a chunk that is not there is not there."""
         root, key = chunk

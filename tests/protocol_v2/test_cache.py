@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +13,9 @@ from keying import CacheSalt, ExtraKey, KeySpace, LoraAdapter, MultimodalItem, c
 from protocol_v2.cache import CacheBusyError, CacheLimits, ChunkCache
 from protocol_v2.codes import MissReason
 from protocol_v2.leases import LeaseScopeError, LeaseTableFullError, LeaseUnknownError
-from protocol_v2.outcomes import Hit, StoreOutcome
+from protocol_v2.outcomes import Hit, Retrieved, StoreOutcome
 from protocol_v2.sessions import SessionEndedError, SessionIdentityError
-from protocol_v2.storage import Shard, StorageValueError, TensorSpec, stored_object
+from protocol_v2.storage import ObjectId, Shard, StorageValueError, TensorSpec, stored_object
 from protocol_v2.storage.names import description_name
 from protocol_v2.storage.objects import OBJECT_OVERHEAD, Envelope
 from protocol_v2.tiers import TierFullError, TierReadOnlyError
@@ -37,6 +37,8 @@ from tests.protocol_v2.storage_samples import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from protocol_v2.work import Task
 
 KEYS = chain("cache", 6)
 OTHER = chain("other", 6)
@@ -986,6 +988,128 @@ def test_an_eviction_that_fails_puts_its_victims_back(tmp_path: Path, monkeypatc
     status = cache.status(0.0)
     assert status.disk is not None
     assert (2 * BLOCKS, 0) == (status.disk.used, status.disk.evicted)
+
+
+def test_a_start_that_cannot_evict_keeps_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller budget on a disk that cannot remove: nothing is forgotten that is there, and the failure is counted."""
+    cache = open_cache(tmp_path)
+    store_chain(cache, KEYS[:3])
+    run(cache.close(0.0))
+    tier = open_disk(tmp_path, budget=BLOCKS)
+    cache = ChunkCache(2**20, tier)
+    FaultyOs(always("unlink", errno.EROFS)).install(monkeypatch)
+    assert 3 == cache.load()
+    monkeypatch.undo()
+    status = cache.status(0.0)
+    assert status.disk is not None
+    assert (3, 0, 1) == (hits(cache, KEYS), status.disk.evicted, status.failed)
+    run(cache.close(0.0))
+    assert 1 == hits(open_cache(tmp_path, disk=BLOCKS), KEYS)
+
+
+def test_upkeep_that_fails_is_counted_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strays that cannot be removed, or uses that cannot be recorded, cost a count; strays go next time."""
+    cache = open_cache(tmp_path, flush_seconds=0.0)
+    store_chain(cache, OTHER[:1])
+    hits(cache, OTHER)
+    overtaken = cache.store(make_object(KEYS, 0), now=0.0)
+    lookup(cache, OTHER)
+    run(cache.clear(now=0.0))
+    run(overtaken)
+    broken = {"unlink", "utime"}
+    FaultyOs(lambda _count, name: errno.EROFS if name in broken else None).install(monkeypatch)
+    upkeep = cache.maintain(1.0)
+    assert 2 == len(upkeep)
+    for task in upkeep:
+        run(task)
+    monkeypatch.undo()
+    assert (2, 2) == (cache.status(1.0).failed, len(files_in(tmp_path)))
+    for task in cache.maintain(2.0):
+        run(task)
+    assert 1 == len(files_in(tmp_path))
+
+
+def test_upkeep_that_is_cancelled_is_tried_again(tmp_path: Path) -> None:
+    """A server that is too busy for upkeep loses nothing by giving it up."""
+    cache = open_cache(tmp_path)
+    overtaken = cache.store(make_object(KEYS, 0), now=0.0)
+    run(cache.clear(now=0.0))
+    run(overtaken)
+    for task in cache.maintain(0.0):
+        task.cancel(0.0)
+    assert (0, 1) == (cache.status(0.0).failed, len(files_in(tmp_path)))
+    for task in cache.maintain(1.0):
+        run(task)
+    assert [] == files_in(tmp_path)
+
+
+def test_an_expired_lease_waits_where_there_is_no_room(cache: ChunkCache) -> None:
+    """R: taking an expired lease again is refused as busy while the table is full, and works afterwards."""
+    store_chain(cache, KEYS[:2])
+    lease = lease_of(cache, KEYS, ttl=1.0)
+    cache._leases._max_leases = 1
+    other = lease_of(cache, KEYS, now=2.0)
+    with pytest.raises(LeaseTableFullError):
+        cache.retrieve(lease, 0, 1, ALONE, now=2.0)
+    cache.release(other, now=2.0)
+    assert (expected(KEYS, 0), None) == delivered(cache, lease, 0, 1, now=2.0)
+
+
+def test_many_threads_and_one_loop(tmp_path: Path) -> None:
+    """Under small budgets, with four threads and tasks settled as they come, all is right and nothing is left."""
+    cache = open_cache(tmp_path, memory=4 * COST, disk=8 * BLOCKS, flush_seconds=0.0)
+    chains = [chain(f"{name}", 3) for name in range(5)]
+    wrong: list[object] = []
+
+    def deliver(keys: list[bytes], got: Retrieved) -> None:
+        wrong.extend(
+            obj.id
+            for place, obj in enumerate(got.objects)
+            if obj.id.key != keys[place] or obj.buffers[0] != make_object(keys, place).buffers[0]
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        running: list[tuple[Future[None], Task[Any], list[bytes] | None]] = []
+        for turn in range(600):
+            keys, now = chains[turn * 7 % 5], turn / 100
+            tasks: list[tuple[Task[Any], list[bytes] | None]] = []
+            match turn % 6:
+                case 0 | 1 | 2 | 3:
+                    tasks = [(cache.store(make_object(keys, turn % 3), now=now), None)]
+                case 4:
+                    hit = lookup(cache, keys, owner=turn % 3, ttl=0.5, now=now)
+                    if hit.lease is not None:
+                        tasks = [(cache.retrieve(hit.lease, 0, hit.chunks, ALONE, now=now), keys)]
+                        cache.release(hit.lease, start=turn % 2, now=now)
+                case _:
+                    tasks = [(task, None) for task in cache.maintain(now)]
+                    tasks += [(cache.clear(now=now), None)] if turn % 60 == 59 else []
+                    cache.drop_owner(turn % 3, now)
+            running += [(pool.submit(task.run), task, of) for task, of in tasks if not task.ready]
+            for task, of in [pair for pair in tasks if pair[0].ready]:
+                result = task.finish(now)
+                if of is not None:
+                    deliver(of, result)
+            ripe = running if turn == 599 else [one for one in running if one[0].done()]
+            for future, task, of in list(ripe):
+                future.result(30)
+                result = task.finish(now)
+                if of is not None:
+                    deliver(of, result)
+                running.remove((future, task, of))
+        for task in cache.maintain(1000.0):
+            run(task)
+    assert [] == wrong
+    status = cache.status(1000.0)
+    assert status.disk is not None
+    assert (0, 0, 0, 0, {}) == (status.leases, status.held, status.pending, status.failed, status.set_aside)
+    disk = cache._disk
+    assert disk is not None
+    indexed = {str(ObjectId(*one.id, shard).name) for one in disk.residency for shard in one.shards}
+    assert indexed == set(files_in(tmp_path))
+    assert status.disk.used == BLOCKS * len(indexed) <= 8 * BLOCKS
+    run(cache.close(1000.0))
+    assert len(indexed) == len(open_disk(tmp_path).scan().found)
 
 
 def test_quarantine_counts_against_the_budget(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -29,6 +30,7 @@ from protocol_v2.tiers import (
     TierFullError,
     TierIOError,
     TierReadOnlyError,
+    ownership,
 )
 from protocol_v2.tiers.layout import charge_of
 from tests.protocol_v2.faulty_os import FaultyOs, always, at, never
@@ -554,6 +556,62 @@ def test_an_unreadable_file_is_no_object_and_stays(tmp_path: Path, monkeypatch: 
     assert ([], [], 1) == (scan.found, scan.aside, scan.unreadable)
     monkeypatch.undo()
     assert make_object(KEYS, 0).envelope == tier.get(make_object(KEYS, 0).id).envelope
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan that cannot read a folder is a typed error: a server must not start as if the store were empty."""
+    tier = open_disk(tmp_path)
+    tier.put(make_object(KEYS, 0))
+
+    def denied(_path: object) -> object:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(TierReadOnlyError, match="scan the store: EACCES"):
+        tier.scan()
+    monkeypatch.undo()
+    assert 1 == len(tier.scan().found)
+
+
+def test_a_folder_that_was_removed_is_empty(tmp_path: Path) -> None:
+    """Where the operator removed everything there is nothing, and writing goes on after a restart."""
+    tier = open_disk(tmp_path)
+    tier.put(make_object(KEYS, 0))
+    shutil.rmtree(tmp_path / "xk2")
+    assert [] == tier.scan().found
+    with pytest.raises(ObjectMissError):
+        tier.get(make_object(KEYS, 0).id)
+    assert not tier.delete(make_object(KEYS, 0).id)
+    tier.touch([make_object(KEYS, 0).id])
+    with pytest.raises(TierIOError):
+        tier.put(make_object(KEYS, 0))
+    tier.close()
+    open_disk(tmp_path).put(make_object(KEYS, 0))
+
+
+def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that reads a thousand bytes at a time gives the same object; one that stops early gives a miss."""
+    tier = open_disk(tmp_path)
+    obj = make_object(KEYS, 0, size=100_000)
+    tier.put(obj)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: real(descriptor, min(size, 1000), offset))
+    assert obj.buffers[0] == tier.get(obj.id).buffers[0]
+    monkeypatch.setattr(
+        os, "pread", lambda descriptor, size, offset: real(descriptor, size, offset) if offset == 0 else b""
+    )
+    with pytest.raises(EnvelopeError) as caught:
+        tier.get(obj.id)
+    assert MissReason.ENVELOPE_INVALID is caught.value.reason
+
+
+def test_ownership_needs_no_boot_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system tells no boot id the lock works all the same."""
+    monkeypatch.setattr(ownership, "_BOOT_ID", tmp_path / "none")
+    open_disk(tmp_path / "store")
+    assert "" == json.loads((tmp_path / "store" / "xk2.lock").read_text())["boot_id"]
+    with pytest.raises(FolderInUseError):
+        open_disk(tmp_path / "store")
 
 
 def test_names_fit_where_names_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,11 @@ def test_internal_tables_stay_small() -> None:
         residency.make_room(0)
     assert len(residency._heap) <= 2 * 8 + 65
     assert {} == residency._children
+    roomy = fresh(1000)
+    for _ in range(1000):
+        add(roomy, KEYS, 0)
+        roomy.remove((ROOT, KEYS[0]))
+    assert len(roomy._heap) <= 70
 
 
 class Model(RuleBasedStateMachine):
