@@ -90,7 +90,7 @@ class Fuzzer:
     """A stream of spoilt messages, determined by its seed, and the two sides they are fed to."""
 
     def __init__(self, seed: int, *, corpus: Sequence[Message] | None = None) -> None:
-        self.random = random.Random(seed)  # noqa: S311  (reproducible, not secret)
+        self.random = random.Random(seed)
         self.corpus = list(corpus if corpus is not None else load_corpus())
         self.counts = {"events": 0, "errors": 0, "nothing": 0}
         self.client, self.server = _open_pair()
