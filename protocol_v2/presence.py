@@ -7,6 +7,7 @@ Belongs to the loop; not thread-safe.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
@@ -36,6 +37,7 @@ class Presence:
 
     def __init__(self) -> None:
         self._chunks: dict[ChunkId, _Held] = {}
+        self._spaces: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         """Chunks of which at least one shard is somewhere."""
@@ -43,11 +45,11 @@ class Presence:
 
     def count(self, root: bytes | None) -> int:
         """Chunks of one space, or all."""
-        return len(self._chunks) if root is None else sum(1 for chunk in self._chunks if chunk[0] == root)
+        return len(self._chunks) if root is None else self._spaces.get(root, 0)
 
     def roots(self) -> set[bytes]:
         """Roots of the spaces of which some chunk is somewhere."""
-        return {root for root, _ in self._chunks}
+        return set(self._spaces)
 
     def has(self, chunk: ChunkId) -> bool:
         """Whether some shard of a chunk is somewhere."""
@@ -63,6 +65,7 @@ class Presence:
         held = self._chunks.get(chunk)
         if held is None:
             held = self._chunks[chunk] = _Held()
+            self._spaces[chunk[0]] += 1
         before = held.shards.get(shard, 0)
         held.shards[shard] = before | tier
         if not before and len(held.shards) >= shard.world:
@@ -83,6 +86,9 @@ class Presence:
                 held.full = _shared(held.full - {(shard.world, shard.group)})
         if not held.shards:
             del self._chunks[chunk]
+            self._spaces[chunk[0]] -= 1
+            if not self._spaces[chunk[0]]:
+                del self._spaces[chunk[0]]
 
     def leading(self, root: bytes, keys: Sequence[bytes], world: int, groups: int) -> list[ChunkId]:
         """The leading chunks of which every rank of every group is somewhere."""

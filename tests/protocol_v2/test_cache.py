@@ -1112,6 +1112,23 @@ def test_many_threads_and_one_loop(tmp_path: Path) -> None:
     assert len(indexed) == len(open_disk(tmp_path).scan().found)
 
 
+def test_a_victim_that_was_half_stored_anew_is_not_put_back(tmp_path: Path) -> None:
+    """Of an evicted chunk one shard is stored again before the eviction is given up: the other one goes."""
+    cache = open_cache(tmp_path, memory=0, disk=3 * BLOCKS)
+    shards = [Shard(2, rank, 0) for rank in range(2)]
+    for shard in shards:
+        run(cache.store(make_object(KEYS, 0, shard=shard), now=0.0))
+    evicting = cache.store(make_object(OTHER, 0, size=5000), now=0.0)
+    run(cache.store(make_object(KEYS, 0, shard=shards[0]), now=0.0))
+    evicting.cancel(0.0)
+    for task in cache.maintain(0.0):
+        run(task)
+    assert [str(make_object(KEYS, 0, shard=shards[0]).id.name)] == files_in(tmp_path)
+    status = cache.status(0.0)
+    assert status.disk is not None
+    assert (BLOCKS, 1, 1) == (status.disk.used, status.disk.objects, status.disk.evicted)
+
+
 def test_quarantine_counts_against_the_budget(tmp_path: Path) -> None:
     """R: what is set aside takes room from the budget, so a store with damage does not grow without bound."""
     cache = open_cache(tmp_path, memory=0, disk=3 * BLOCKS)
