@@ -282,7 +282,7 @@ class V1Front:
     def _retrieve(self, peer: bytes, request: V1Request, key: V1Key, instance_id: int, *, now: float) -> None:
         layout = self._worker(key, instance_id, now=now).layout
         shard, start, hashes = self._place(key)
-        lookup = self._lookups.find_covering(key.request_id, self._root(key, layout.dtype), hashes, start, now)
+        lookup = self._lookups.find_covering(key.request_id, self._root(key, layout.dtype), hashes, now)
         if lookup is None or lookup.lease is None:
             raise V1RefusedError("not_looked_up", "retrieve: no lookup of that id hit these chunks for this identity")
         lease, stop = lookup.lease, len(hashes)
@@ -359,6 +359,8 @@ class V1Front:
             raise V1RefusedError("no_rank", "transfer: the key names no worker, so no part of a value")
         if key.start % self._chunk_size or key.end % self._chunk_size:
             raise V1RefusedError("unaligned", f"transfer: the range is not one of whole chunks of {self._chunk_size}")
+        if key.start == key.end:
+            raise V1RefusedError("empty", "transfer: of no chunk at all")
         return Shard(key.world_size, key.worker_id), key.start // self._chunk_size, self._hashes(key)
 
     def _give_back(self, lookups: Sequence[V1Lookup], now: float) -> None:

@@ -72,9 +72,13 @@ class V1Lookup:
     #: how often each chunk was read, by rank; only where more than one reads it
     _reads: dict[int, array[int]] = field(init=False, default_factory=dict)
 
-    def covers(self, root: bytes, keys: Sequence[bytes], start: int) -> bool:
-        """Whether chunks [start, start + len(keys)) were hit, under this identity."""
-        return self.root == root and len(keys) > 0 and list(self.keys[start : start + len(keys)]) == list(keys)
+    def covers(self, root: bytes, hashes: Sequence[bytes]) -> bool:
+        """Whether these chunks of a prompt, from the first on, were hit under this identity.
+
+        Hashes are chained, so the last of them stands for all.
+        """
+        n_chunks = len(hashes)
+        return self.root == root and 0 < n_chunks <= len(self.keys) and self.keys[n_chunks - 1] == hashes[-1]
 
     def count_read(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
         """One more reader of a rank has chunks [start, stop); ranges that all of its readers have now."""
@@ -133,13 +137,11 @@ class LookupTable:
         found = self._all.get((request_id, peer))
         return None if found is None else self._used(found, now)
 
-    def find_covering(
-        self, request_id: str, root: bytes, keys: Sequence[bytes], start: int, now: float
-    ) -> V1Lookup | None:
+    def find_covering(self, request_id: str, root: bytes, hashes: Sequence[bytes], now: float) -> V1Lookup | None:
         """A lookup of that id that hit those chunks under that identity, whoever sent it."""
         for peer in self._peers.get(request_id, ()):
             found = self._all[request_id, peer]
-            if found.covers(root, keys, start):
+            if found.covers(root, hashes):
                 return self._used(found, now)
         return None
 

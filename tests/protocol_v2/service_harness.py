@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keying import ChunkKey, KeySpace
@@ -34,14 +34,15 @@ class Harness:
         limits: Limits | None = None,
         expected: tuple[KeySpace, ...] = (),
         boot: bytes = b"s" * 16,
-        front: ForeignFront | None = None,
+        front: ForeignFront | Callable[[ChunkCache], ForeignFront] | None = None,
         max_peers: int = 8,
     ) -> None:
         self.now = 1000.0
         cache = ChunkCache(memory, disk)
         cache.load()
         terms = ServerTerms(boot_id=boot, limits=limits or Limits(), expected_spaces=expected, software="test")
-        self.service = CacheService(cache, terms, started=self.now, max_peers=max_peers, front=front)
+        made = front(cache) if callable(front) else front
+        self.service = CacheService(cache, terms, started=self.now, max_peers=max_peers, front=made)
         self.inboxes: dict[bytes, list[list[Frame]]] = defaultdict(list)
         self.held_jobs: list[Job] = []
         self.hold = False
