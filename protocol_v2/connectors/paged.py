@@ -1,0 +1,269 @@
+"""Chunks out of an engine's paged KV, and back: tensors by block or by token, without importing an engine.
+
+A paged layer is a tensor with a block dimension; token i of a request lies in block ``table[i // block_size]`` of it. A
+chunk's value for a layer is one contiguous CPU tensor, in one of two units:
+
+    blocks   [blocks, ...the layer's other dimensions]: a block is moved whole, whatever lies in it. The chunk size must
+             be a multiple of the block size, and engines share values only with the same block size.
+    tokens   [tokens, ...the other dimensions]: for any chunk size, and shared between block sizes. Needs a layer in
+             which each token's part is apart from other tokens'; packed layouts are not such.
+
+Block 0 is the engine's null block: what was dropped (out of a sliding window) or is not needed. It is never written,
+and a chunk with a part of it cannot be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from protocol_v2.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NULL_BLOCK: Final = 0
+
+
+class Unit(StrEnum):
+    """How a chunk is cut out of blocks."""
+
+    BLOCKS = "blocks"
+    TOKENS = "tokens"
+
+
+class LayoutError(LocalProtocolError):
+    """An engine's tensors cannot be understood, so nothing can be stored from them or loaded into them."""
+
+
+class ChunkShapeError(LocalProtocolError):
+    """A chunk from the cache has not the tensors that this engine's layers have: it was stored by another layout."""
+
+
+def unit_for(chunk_size: int, block_sizes: Sequence[int], wanted: str = "auto") -> Unit:
+    """The unit to store chunks in.
+
+    Args:
+        chunk_size: tokens of a chunk.
+        block_sizes: of each KV group.
+        wanted: ``auto``, ``blocks`` or ``tokens``; auto is blocks wherever it can be.
+
+    Raises:
+        LayoutError: blocks are wanted and the chunk size is no multiple of them, or another word.
+    """
+    fits = all(chunk_size % size == 0 for size in block_sizes)
+    if wanted == "auto":
+        return Unit.BLOCKS if fits else Unit.TOKENS
+    if wanted not in {Unit.BLOCKS, Unit.TOKENS}:
+        raise LayoutError(f"unit: got {wanted!r}, wanted auto, blocks or tokens")
+    if wanted == Unit.BLOCKS and not fits:
+        raise LayoutError(
+            f"unit: chunks of {chunk_size} tokens are not whole blocks of {list(block_sizes)}; "
+            "use unit tokens, or another chunk size"
+        )
+    return Unit(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Where blocks and tokens are in a layer's tensor.
+
+    Attributes:
+        block: dimension of blocks.
+        token: dimension of the tokens in a block; None where it cannot be told.
+        split: tensor blocks that one of the engine's blocks consists of.
+    """
+
+    block: int
+    token: int | None
+    split: int = 1
+
+
+def axes_of(shape: Sequence[int], *, num_blocks: int, block_size: int) -> Axes:
+    """Find them in a shape by the sizes that they have.
+
+    Args:
+        shape: of a layer's tensor.
+        num_blocks: blocks that the engine has, the null block included.
+        block_size: tokens in a block.
+
+    Raises:
+        LayoutError: no dimension, or several, can be that of blocks.
+    """
+    found = [
+        (place, shape[place] // num_blocks)
+        for place in range(len(shape))
+        if shape[place] >= num_blocks
+        and shape[place] % num_blocks == 0
+        and block_size % (shape[place] // num_blocks) == 0
+    ]
+    exact = [one for one in found if one[1] == 1] or found
+    if len(exact) != 1:
+        raise LayoutError(
+            f"layer: which dimension of {list(shape)} holds {num_blocks} blocks cannot be told; say it by the layout"
+        )
+    block, split = exact[0]
+    tokens = [place for place, size in enumerate(shape) if place != block and size == block_size // split]
+    return Axes(block, tokens[0] if len(tokens) == 1 else None, split)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """The layers of one KV group in one worker.
+
+    Args:
+        layers: tensor by name, in the group's order; empty where this worker has none of the group (pipeline stages).
+        axes: of each layer, in the same order.
+        block_size: tokens of the engine's block.
+        chunk_size: tokens of a chunk.
+        unit: how chunks are cut.
+
+    Raises:
+        LayoutError: tokens are wanted of a layer whose token dimension is not known.
+    """
+
+    layers: Mapping[str, Any] = field(repr=False)
+    axes: Sequence[Axes]
+    block_size: int
+    chunk_size: int
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        for name, axes in zip(self.layers, self.axes, strict=True):
+            if self.unit is Unit.TOKENS and axes.token is None:
+                raise LayoutError(
+                    f"{name}: where tokens lie in a block cannot be told; use a chunk size of whole blocks"
+                )
+
+    def span(self, start: int, stop: int) -> slice:
+        """Places in a block table of the blocks that hold tokens [start, stop)."""
+        return slice(start // self.block_size, -(-stop // self.block_size))
+
+    def read(self, blocks: Sequence[int], start: int, stop: int) -> list[list[Any]] | None:
+        """The values of the chunks in tokens [start, stop): for each chunk and each layer one tensor, copied.
+
+        Args:
+            blocks: the part `span(start, stop)` of the request's block table.
+            start: a multiple of the chunk size.
+            stop: likewise.
+
+        Returns:
+            None where a part of them is not there any more.
+        """
+        if NULL_BLOCK in blocks:
+            return None
+        n_chunks = (stop - start) // self.chunk_size
+        if not self.layers:
+            return [[_nothing()] for _ in range(n_chunks)]
+        chunks: list[list[Any]] = [[] for _ in range(n_chunks)]
+        for tensor, axes in zip(self.layers.values(), self.axes, strict=True):
+            whole = self._rows(tensor, axes, blocks, start, stop).contiguous().cpu()
+            rows = whole.shape[0] // n_chunks
+            for place in range(n_chunks):
+                chunks[place].append(whole[place * rows : (place + 1) * rows])
+        return chunks
+
+    def _rows(self, tensor: Any, axes: Axes, blocks: Sequence[int], start: int, stop: int) -> Any:
+        """Blocks, or tokens, first."""
+        index = _index(tensor, _split(blocks, axes.split))
+        picked = tensor.index_select(axes.block, index)
+        if self.unit is Unit.BLOCKS:
+            return picked.movedim(axes.block, 0)
+        picked = picked.movedim((axes.block, axes.token), (0, 1))
+        before = start % self.block_size
+        return picked.flatten(0, 1)[before : before + stop - start]
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Whether a chunk's tensors are what this worker's layers take.
+
+        Raises:
+            ChunkShapeError: they are not.
+        """
+        wanted = [self._chunk_shape(t, axes) for t, axes in zip(self.layers.values(), self.axes, strict=True)]
+        got = [(tuple(one.shape), one.dtype) for one in tensors]
+        if not self.layers:
+            wanted = [((0,), _nothing().dtype)]
+        if wanted != got:
+            raise ChunkShapeError(f"chunk: got {got[:2]} in {len(got)} layers, wanted {wanted[:2]} in {len(wanted)}")
+
+    def _chunk_shape(self, tensor: Any, axes: Axes) -> tuple[tuple[int, ...], Any]:
+        if self.unit is Unit.BLOCKS:
+            rest = [size for place, size in enumerate(tensor.shape) if place != axes.block]
+            return (self.chunk_size // self.block_size * axes.split, *rest), tensor.dtype
+        rest = [size for place, size in enumerate(tensor.shape) if place not in {axes.block, axes.token}]
+        return (self.chunk_size, *rest), tensor.dtype
+
+    def write(self, blocks: Sequence[int], start: int, stop: int, chunk: int, tensors: Sequence[Any]) -> None:
+        """Put one chunk's value where tokens [start, stop) of the request lie, as far as they are the chunk's.
+
+        Whole blocks are written at the end, so slots behind `stop` in its block are, too: the engine computes those.
+
+        Args:
+            blocks: the part `span(start, stop)` of the request's block table.
+            start: a multiple of the block size: what lies before it may belong to other requests as well.
+            stop: not before `start`.
+            chunk: index of the chunk.
+            tensors: its value, which `check` took.
+
+        Raises:
+            LocalProtocolError: a start inside a block.
+        """
+        if start % self.block_size:
+            raise LocalProtocolError(f"start: got {start}, wanted a multiple of the block size {self.block_size}")
+        begin = chunk * self.chunk_size
+        end = begin + self.chunk_size
+        low, high = max(begin, start), min(end, -(-stop // self.block_size) * self.block_size)
+        for tensor, axes, value in zip(self.layers.values(), self.axes, tensors, strict=False):
+            if self.unit is Unit.BLOCKS:
+                self._write_blocks(tensor, axes, value, blocks, (begin, low, high, start))
+            else:
+                self._write_tokens(tensor, axes, value, blocks, (begin, low, high, start))
+
+    def _write_blocks(self, tensor: Any, axes: Axes, value: Any, blocks: Sequence[int], at: tuple[int, ...]) -> None:
+        begin, low, high, start = (token // self.block_size for token in at)
+        into = [
+            (block, place * axes.split + part)
+            for place in range(low, high)
+            if (block := blocks[place - start]) != NULL_BLOCK
+            for part in range(axes.split)
+        ]
+        if not into:
+            return
+        target = tensor.movedim(axes.block, 0)
+        rows = [row - begin * axes.split for _, row in into]
+        ids = [block * axes.split + row % axes.split for block, row in into]
+        picked = value if rows == list(range(len(value))) else value[rows]
+        target[_index(tensor, ids)] = picked.to(tensor.device)
+
+    def _write_tokens(self, tensor: Any, axes: Axes, value: Any, blocks: Sequence[int], at: tuple[int, ...]) -> None:
+        begin, low, high, start = at
+        size = self.block_size // axes.split
+        into = [
+            (token - begin, block * axes.split + token % self.block_size // size, token % size)
+            for token in range(low, high)
+            if (block := blocks[token // self.block_size - start // self.block_size]) != NULL_BLOCK
+        ]
+        if not into:
+            return
+        rows, places, inside = (list(one) for one in zip(*into, strict=True))
+        target = tensor.movedim((axes.block, axes.token), (0, 1))
+        picked = value if rows == list(range(len(value))) else value[rows]
+        target[_index(tensor, places), _index(tensor, inside)] = picked.to(tensor.device)
+
+
+def _split(blocks: Sequence[int], split: int) -> Sequence[int]:
+    return blocks if split == 1 else [block * split + part for block in blocks for part in range(split)]
+
+
+def _index(tensor: Any, places: Sequence[int]) -> Any:
+    import torch  # noqa: PLC0415  (the layers prove that it is there; importing this module must not need it)
+
+    return torch.tensor(places, dtype=torch.int64, device=tensor.device)
+
+
+def _nothing() -> Any:
+    """What a worker stores that has no layer of a group: a value without bytes, so that every shard is there."""
+    import torch  # noqa: PLC0415  (as above)
+
+    return torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,28 @@
+"""Where the real engine lives, and what to say when it is not there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+STAMP = ROOT / ".venv-vllm" / ".installed"
+"""Written by `make e2e` when the environment is whole."""
+
+ASKED = "EXTRA_KEYS_E2E"
+"""Variable that `make e2e` sets to 1: an ordinary run of the tests does not start engines."""
+
+WHY_NOT = (
+    "no real engine was tested: run `make e2e`, which builds vLLM 0.32.0 for CPU in .venv-vllm/ once (about 3 minutes, "
+    "2.5 GB) and then takes about 5 minutes"
+)
+
+needs_engine = pytest.mark.skipif(os.environ.get(ASKED) != "1" or not STAMP.exists(), reason=WHY_NOT)
+
+
+def engine_environment() -> dict[str, str]:
+    """Variables for a process of the engine: it can import this tree and the modules that tests hand to it."""
+    inherited = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    paths = (str(ROOT), str(Path(__file__).parent / "engine"))
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,41 @@
+"""Requests for a real engine, and what an answer should be."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+TOLERANCE = 1e-4
+"""Between log-probabilities of one request computed in batches of other shapes; wrong KV moves them by 0.01 to 2."""
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+
+def words(n_tokens: int, title: str) -> list[int]:
+    """The beginning of a text of its own for each title."""
+    chance = random.Random(title)
+    return [chance.randrange(30, 500) for _ in range(n_tokens)]
+
+
+def full_hit(n_tokens: int, chunk_size: int) -> int:
+    """Tokens that come from a cache that holds every full chunk: the last token is always computed."""
+    return min(n_tokens // chunk_size * chunk_size, n_tokens - 1)
+
+
+def difference(expected: Answer, got: Answer) -> float:
+    """The largest difference of log-probabilities; infinite where tokens differ."""
+    if expected["tokens"] != got["tokens"]:
+        return float("inf")
+    pairs = zip(expected["logprobs"], got["logprobs"], strict=True)
+    return max(float(abs(one - other)) for one, other in pairs)
+
+
+def differences(expected: Sequence[Answer], got: Sequence[Answer]) -> list[float]:
+    """Of each answer from the expected one, as far as they are more than noise; 0.0 for the same answer."""
+    found = [difference(one, other) for one, other in zip(expected, got, strict=True)]
+    return [0.0 if one <= TOLERANCE else one for one in found]
+
+
+def assert_same(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
+    """Every answer is that of an engine without a cache."""
+    assert [0.0] * len(expected) == differences(expected, got)
