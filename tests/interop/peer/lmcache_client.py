@@ -43,6 +43,11 @@ class Peer:
         """Any operation of the contract whose arguments are plain values."""
         return getattr(self.clients[client], operation)(*arguments).result(timeout=timeout)
 
+    def keyed(self, client: int, operation: str, key: dict[str, Any], arguments: list[Any]) -> Any:
+        """Any operation that begins with a key; None among the arguments stands for an empty event handle."""
+        plain = [b"" if one is None else one for one in arguments]
+        return self.rpc(client, operation, [_key(key), *plain])
+
     def register(self, client: int, **fields: Any) -> Any:
         """Register an engine-driven context; the chunk's shape follows as LMCache makes it."""
         payload = RegisterEngineDrivenContextPayload(**fields)
