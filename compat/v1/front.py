@@ -247,8 +247,6 @@ class V1Front:
         root = self._root(key, dtypes[0])
         keys = self._hashes(key)
         hit = self._cache.lookup(root, keys, world=key.world_size, owner=_OWNER, now=now)
-        if not hit.chunks:
-            return
         self._hits += hit.chunks
         lookup = V1Lookup(
             peer,
@@ -265,7 +263,7 @@ class V1Front:
 
     def _take_result(self, peer: bytes, request_id: str, now: float) -> int:
         """Hit chunks of a lookup, told once; 0 for one that is not known, as LMCache says."""
-        lookup = self._lookups.find(peer, request_id, now)
+        lookup = self._lookups.find(peer, request_id, now) or self._lookups.find_latest(request_id, now)
         if lookup is None:
             return 0
         result, lookup.result = lookup.result, None

@@ -2,8 +2,9 @@
 
 A v1 engine talks through several sockets: the scheduler looks up, polls and ends, each worker registers, stores and
 retrieves, and only the request id connects them. A lookup therefore belongs to the socket that sent it, which alone can
-poll, free and end it, and is found by a worker through request id *and* identity: root and chunk hashes. Two engines
-that count their requests alike, or an id that is used again with other tokens or another salt, never meet.
+free and end it, and is found by a worker through request id *and* identity: root and chunk hashes. Two engines that
+count their requests alike, or an id that is used again with other tokens or another salt, never meet. A socket that
+never looked up under an id is told the latest result of it: a client that has reconnected is another socket.
 
 Both tables are bounded and pure: time comes from the caller, and whoever drops a lookup gives its lease back.
 
@@ -136,6 +137,11 @@ class LookupTable:
         """The lookup that a socket sent under an id."""
         found = self._all.get((request_id, peer))
         return None if found is None else self._used(found, now)
+
+    def find_latest(self, request_id: str, now: float) -> V1Lookup | None:
+        """The latest lookup of that id, whoever sent it."""
+        peers = self._peers.get(request_id)
+        return self.find(next(reversed(peers)), request_id, now) if peers else None
 
     def find_covering(self, request_id: str, root: bytes, hashes: Sequence[bytes], now: float) -> V1Lookup | None:
         """A lookup of that id that hit those chunks under that identity, whoever sent it."""

@@ -39,6 +39,9 @@ _DIGEST_BYTES: Final = 32 - len(MARK)
 _PICKLE_OVERHEAD: Final = 64 * 1024
 """Bytes of a pickle for each tensor, beside its data (of which a slice of a larger buffer brings more than its own)."""
 
+_MAX_SHARED_BYTES: Final = 16 * 1024 * 1024
+"""Bytes that one tensor, sent for several chunks, may become: what a small message can cost."""
+
 
 class V1RefusedError(CompatError):
     """A readable request that is not carried out; it is answered with its operation's failure.
@@ -107,7 +110,7 @@ def unpickle_chunks(data: memoryview, wanted: int, layout: ChunkLayout) -> list[
         V1RefusedError: another number of tensors, or one of another layout.
     """
     limit = (wanted + 1) * (2 * layout.nbytes + _PICKLE_OVERHEAD)
-    tensors = read_tensors(data, max_bytes=limit, max_tensors=max(wanted, 1))
+    tensors = read_tensors(data, max_bytes=limit, max_tensors=max(wanted, 1), max_shared=_MAX_SHARED_BYTES)
     if len(tensors) != wanted:
         raise V1RefusedError("count", f"store: got {len(tensors)} tensors for {wanted} chunks; nothing was kept")
     for tensor in tensors:

@@ -110,7 +110,7 @@ class _Storage:
 
 
 def read_tensors(
-    data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, max_tensors: int = MAX_TENSORS
+    data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, max_tensors: int = MAX_TENSORS, max_shared: int = 0
 ) -> list[PickledTensor]:
     """The tensors of a pickled list. Nothing of the stream is imported or called.
 
@@ -118,6 +118,7 @@ def read_tensors(
         data: what the client pickled.
         max_bytes: bytes that are looked at; a longer message is refused before anything is parsed.
         max_tensors: tensors that are read.
+        max_shared: bytes that tensors which share memory may be together, if that is more than the message.
 
     Raises:
         PickleRefusedError: more than that, or anything else than ``pickle.dumps`` of a list of plain CPU tensors.
@@ -139,8 +140,8 @@ def read_tensors(
         raise PickleRefusedError("pickled tensors: wanted a list of tensors")
     if len(tensors) > max_tensors:
         raise PickleRefusedError(f"pickled tensors: got {len(tensors)}, at most {max_tensors}")
-    if sum(tensor.nbytes for tensor in tensors) > len(view):
-        raise PickleRefusedError("pickled tensors: share memory, and together are more than the message")
+    if sum(tensor.nbytes for tensor in tensors) > max(len(view), max_shared):
+        raise PickleRefusedError("pickled tensors: share memory, and together are too much more than the message")
     return tensors
 
 

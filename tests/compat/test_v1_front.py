@@ -1,9 +1,11 @@
 """The v1 front: what LMCache 0.5.x clients get from it, byte for byte where the release was captured."""
 
+import pickle
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ from keying import chunk_keys
 from protocol_v2.cache import ChunkCache
 from protocol_v2.tiers import DiskTier
 from tests.compat.captured_frames import captured_exchanges
-from tests.compat.front_harness import CHUNK, CHUNK_BYTES, FrontHarness, V1Client, pickled
+from tests.compat.front_harness import CHUNK, CHUNK_BYTES, SHAPE, FrontHarness, V1Client, pickled
 from tests.protocol_v2.service_harness import SPACE
 
 PROMPT = tuple(range(100, 118))
@@ -127,14 +129,26 @@ def test_a_chunk_is_hit_when_every_rank_has_it(harness: FrontHarness) -> None:
 
 
 def test_scheduler_and_workers_have_sockets_of_their_own(harness: FrontHarness, client: V1Client) -> None:
-    """One looks up, another retrieves under the same id; a third socket cannot take the result or end the session."""
+    """One looks up, another retrieves under the same id; a third socket can neither free nor end it."""
     scheduler, stranger = (harness.v1_client() for _ in range(2))
     assert client.store(PROMPT, 10)
-    assert scheduler.ask(V1Operation.LOOKUP, scheduler.key(PROMPT, rank=None, request_id="r"), 1) is None
-    assert stranger.ask(V1Operation.QUERY_PREFETCH_STATUS, "r") == 0
+    assert scheduler.lookup(PROMPT, request_id="r") == 4
+    stranger.ask(V1Operation.FREE_LOOKUP_LOCKS, stranger.key(PROMPT, rank=None, request_id="r"), 1)
     stranger.end("r")
-    assert scheduler.ask(V1Operation.WAIT_PREFETCH_STATUS, "r", 5.0) == 4
     assert [10, 11, 12, 13] == client.retrieve(PROMPT, request_id="r")
+
+
+def test_a_result_is_told_to_a_socket_that_has_none_of_its_own(harness: FrontHarness, client: V1Client) -> None:
+    """A client that reconnected polls from another socket: the latest; one that looked up itself gets its own."""
+    looking, polling, missing, other = (harness.v1_client() for _ in range(4))
+    assert client.store(PROMPT, 10)
+    for one, tokens, request_id in ((looking, PROMPT, "one"), (missing, OTHER, "both"), (other, PROMPT, "both")):
+        assert one.ask(V1Operation.LOOKUP, one.key(tokens, rank=None, request_id=request_id), 1) is None
+    assert polling.ask(V1Operation.WAIT_PREFETCH_STATUS, "one", 5.0) == 4
+    assert looking.ask(V1Operation.QUERY_PREFETCH_STATUS, "one") == 0
+    assert missing.ask(V1Operation.QUERY_PREFETCH_STATUS, "both") == 0
+    assert polling.ask(V1Operation.QUERY_PREFETCH_STATUS, "both") == 4
+    assert other.ask(V1Operation.QUERY_PREFETCH_STATUS, "both") == 0
 
 
 def test_a_result_is_told_once(client: V1Client) -> None:
@@ -533,6 +547,14 @@ def test_more_work_than_there_is_room_for_fails_at_once() -> None:
         harness.release_jobs()
         assert (harness.fact("v1.jobs"), harness.fact("v1.pending_bytes")) == (0, 0)
         assert client.hits(PROMPT) == 4
+
+
+def test_one_tensor_sent_for_every_chunk_is_a_store(client: V1Client) -> None:
+    """Pickle writes it once; each chunk has it."""
+    data = pickle.dumps([torch.full(SHAPE, 3.0, dtype=torch.float16)] * 4)
+    assert len(data) < len(pickled([1] * 4))
+    assert client.commit(client.key(PROMPT), data)
+    assert client.hits(PROMPT) == 4
 
 
 def test_closing_settles_what_is_under_way(tmp_path: Path) -> None:

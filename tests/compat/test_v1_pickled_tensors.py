@@ -381,6 +381,9 @@ def test_tensors_that_share_a_storage_cannot_be_more_than_the_message() -> None:
     assert [4096] * 1 == [len(t.data) for t in read_tensors(pickle.dumps([tensor]))]
     with pytest.raises(PickleRefusedError, match="share memory"):
         read_tensors(pickle.dumps([tensor] * 1000))
+    assert [bytes(4096)] * 3 == [bytes(t.data) for t in read_tensors(pickle.dumps([tensor] * 3), max_shared=3 * 4096)]
+    with pytest.raises(PickleRefusedError, match="share memory"):
+        read_tensors(pickle.dumps([tensor] * 3), max_shared=3 * 4096 - 1)
 
 
 def test_scattered_memory_is_bounded() -> None:
