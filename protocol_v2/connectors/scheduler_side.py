@@ -40,6 +40,9 @@ MAX_CALLS: Final = 16_384
 CALL_TIMEOUT: Final = 2.0
 """Seconds for a release or an end."""
 
+_REQUESTS: Final = itertools.count(1)
+"""Numbers for names of requests: session ids begin with them, and no two requests of a process share one."""
+
 REFUSED: Final = "refused_by_cache"
 """Reason of a request whose identity the server did not accept: a fault, never silent."""
 
@@ -127,7 +130,6 @@ class SchedulerSide:
         self._hold = hold
         self._lookup_timeout = lookup_timeout
         self._clock = clock
-        self._numbers = itertools.count(1)
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, tuple[str, int, bool]] = {}  # name -> request, parts heard of, one failed
         self._calls = CallThread(client)
@@ -310,7 +312,7 @@ class SchedulerSide:
     # ---- inside
 
     def _made(self, derive: Callable[[], EngineInputs]) -> RequestTracker:
-        name = f"r{next(self._numbers)}"
+        name = f"r{next(_REQUESTS)}"
         try:
             inputs = derive()
             tracker = RequestTracker(self.space, inputs.extra_keys, name=name)

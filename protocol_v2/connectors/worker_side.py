@@ -39,6 +39,9 @@ MAX_FAILED: Final = 4096
 
 DIGEST: Final = 32
 
+_SESSIONS: Final = count(1)
+"""Numbers for session ids: a session that has ended takes no store, so no two saves of a process share one."""
+
 
 class WorkerClient(Protocol):
     """What is used of a `protocol_v2.client.CacheClient`."""
@@ -338,7 +341,6 @@ class SaveThread:
         self._chunk_size = chunk_size
         self._timeout = timeout
         self._queue_bytes = queue_bytes
-        self._numbers = count(1)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting = 0
@@ -400,7 +402,7 @@ class SaveThread:
         task = job.task
         digests = [task.digests[i : i + DIGEST] for i in range(0, len(task.digests), DIGEST)]
         places = [(chunk * self._chunk_size, self._chunk_size) for chunk in range(task.first, task.stop)]
-        session = f"save.{next(self._numbers)}"
+        session = f"save.{next(_SESSIONS)}"
         whole = True
         try:
             for shard, chunks in zip(self._shards, job.groups, strict=True):
