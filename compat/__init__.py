@@ -5,6 +5,7 @@
     deprecations     the warning, and the row that each entry point carries
     producers        apply_mm_hashes_to_token_ids, mm_hash_to_token_values (deprecated)
     tunnel           a schema-2 key as token ids, for servers that key on tokens alone
+    token_database   ChunkedTokenDatabase, SegmentTokenDatabase: process_tokens as LMCache's callers know it
     v1               one module for each format of LMCache 0.5.x
 
 `REMOVALS` is the removal table: which entry point warns since which release, which release is without it, and what to
@@ -23,6 +24,9 @@ from compat.errors import SpanTypeError as SpanTypeError
 from compat.producers import SpanHazardWarning as SpanHazardWarning
 from compat.producers import apply_mm_hashes_to_token_ids as apply_mm_hashes_to_token_ids
 from compat.producers import mm_hash_to_token_values as mm_hash_to_token_values
+from compat.token_database import ChunkedTokenDatabase as ChunkedTokenDatabase
+from compat.token_database import SegmentTokenDatabase as SegmentTokenDatabase
+from compat.token_database import TokenDatabaseKey as TokenDatabaseKey
 from compat.tunnel import tunnel_tokens as tunnel_tokens
 
 REMOVALS: Final = tuple(deprecation_of(entry) for entry in (apply_mm_hashes_to_token_ids, mm_hash_to_token_values))
@@ -30,13 +34,16 @@ REMOVALS: Final = tuple(deprecation_of(entry) for entry in (apply_mm_hashes_to_t
 
 __all__ = [
     "REMOVALS",
+    "ChunkedTokenDatabase",
     "CompatError",
     "CompatTypeError",
     "Deprecation",
     "ExtraKeysDeprecationWarning",
+    "SegmentTokenDatabase",
     "SpanError",
     "SpanHazardWarning",
     "SpanTypeError",
+    "TokenDatabaseKey",
     "apply_mm_hashes_to_token_ids",
     "deprecation_of",
     "mm_hash_to_token_values",

@@ -29,8 +29,9 @@ PUBLIC = {
         UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe
     """,
     "compat": """
-        REMOVALS CompatError CompatTypeError Deprecation ExtraKeysDeprecationWarning SpanError SpanHazardWarning
-        SpanTypeError apply_mm_hashes_to_token_ids deprecation_of mm_hash_to_token_values tunnel_tokens
+        REMOVALS ChunkedTokenDatabase CompatError CompatTypeError Deprecation ExtraKeysDeprecationWarning
+        SegmentTokenDatabase SpanError SpanHazardWarning SpanTypeError TokenDatabaseKey apply_mm_hashes_to_token_ids
+        deprecation_of mm_hash_to_token_values tunnel_tokens
     """,
 }
 
