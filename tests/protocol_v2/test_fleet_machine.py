@@ -19,6 +19,7 @@ from keying import CacheSalt, ChunkKey, ExtraKey, LoraAdapter, MultimodalItem, c
 from protocol_v2.errors import ServerError
 from protocol_v2.identity import keys_of_digests
 from protocol_v2.messages import ClearRequest, EndSessionRequest, PingRequest, PrefetchRequest, ReleaseRequest
+from protocol_v2.state import State
 from protocol_v2.tiers import DiskTier, Fsync
 from tests.protocol_v2.service_harness import SPACE, Client, Harness, store_message
 
@@ -195,8 +196,9 @@ class Fleet(RuleBasedStateMachine):
         self.harness.inboxes.pop(peer.identity, None)
         self.harness.pass_time(2)
         peer.events += peer.connection.expire(self.harness.now)
-        if peer.connection.state.value != "open":
-            peer.hello()
+        if peer.connection.state is not State.OPEN or isinstance(peer.ask(PingRequest()), Exception):
+            peer.hello()  # it had become a message that breaks the protocol, or one that ended the session
+            self.sessions = [one for one in self.sessions if one[0] != client]
 
     @invariant()
     def the_server_lives(self) -> None:
