@@ -1,4 +1,13 @@
-"""What an engine's side of the cache needs around keys: the files of adapters, and the connectors themselves.
+"""What an engine's side of the cache needs: one engine-neutral core, and a thin connector for each engine.
 
-lora_revision   what an adapter computes, from its own files or from the operator's word
+    tracker           one request, from admission to end: the one key chain, lookup, load, save, leases (no I/O)
+    scheduler_side    all requests of a scheduler, and the cache calls that it makes
+    worker_side       loads into and saves out of one worker's KV
+    paged             chunks out of paged tensors, and back
+    settings          what an operator says
+    lora_revision     what an adapter computes, from its own files or from the operator's word
+    loaded_adapters   whether that is what the engine has loaded
+    vllm              vLLM's connector; the only module that imports vLLM (imported by the engine, by its module path)
+
+See docs/connectors.md for the life of a request, and for a connector in 60 lines.
 """

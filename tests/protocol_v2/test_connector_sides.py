@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from keying import KeySpace, UncacheableRequest
@@ -123,6 +123,12 @@ def test_a_load_goes_on_from_the_engines_own_blocks(clients: dict[int, CacheClie
     local=st.sampled_from([0, 0, 4, 8]),
     wait=st.booleans(),
 )
+@example(
+    world=1, groups=1, chunk_size=8, known=32, n_tokens=60, step=60, losing=0, lost=2, local=0, wait=True
+)  # the step of the failed load fills chunks
+@example(
+    world=2, groups=1, chunk_size=8, known=32, n_tokens=60, step=60, losing=1, lost=2, local=0, wait=True
+)  # and the other rank does not know of it
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

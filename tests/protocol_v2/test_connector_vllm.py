@@ -1,0 +1,431 @@
+"""`ExtraKeysConnector` under vLLM's hooks, in the shapes and the order of four versions, over a real server.
+
+The engine is `fake_vllm.FakeEngine`; the real one is under test in ``tests/e2e``.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocol_v2.cache import ChunkCache
+from protocol_v2.client import CacheClient
+from protocol_v2.connectors.paged import LayoutError
+from protocol_v2.connectors.settings import SettingsError
+from protocol_v2.negotiation import ServerTerms
+from protocol_v2.server import CacheServer
+from protocol_v2.service import CacheService
+from tests.keying.engine_samples import vllm_feature
+from tests.protocol_v2.fake_vllm import VERSIONS, FakeEngine, Role, configs, installed
+
+pytestmark = pytest.mark.zmq
+
+PICTURES = ("1f" * 32, "2e" * 32)
+EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
+EVERY_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+    """A cache server in memory."""
+    place = tmp_path_factory.mktemp("v") / "c"
+    service = CacheService(ChunkCache(64 << 20), ServerTerms(b"V" * 16), started=time.monotonic())
+    with CacheServer(f"ipc://{place}", service) as running:
+        yield running
+
+
+Make = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def make(server: CacheServer) -> Iterator[Make]:
+    """Engines over the server; the model is another in each test, so that tests share nothing."""
+    model = f"model-{next(_numbers)}"
+    made: list[FakeEngine] = []
+    stack = []
+
+    def engine(version: str = "0.32", *, settings: dict[str, Any] | None = None, **others: Any) -> FakeEngine:
+        context = installed(version)
+        module = context.__enter__()
+        stack.append(context)
+        given = {"address": server.address, "chunk_size": 8, "wait_for_store": True, "model": model, **(settings or {})}
+        one = FakeEngine(module, version, given, **others)
+        made.append(one)
+        return one
+
+    yield engine
+    for one in made:
+        one.close()
+    for context in reversed(stack):
+        context.__exit__(None, None, None)
+
+
+_numbers = itertools.count()
+
+
+def left_over(server: CacheServer) -> tuple[Any, Any]:
+    """Leases and sessions that stand when they have had time to end."""
+    with CacheClient(server.address) as client:
+        client.wait_ready(5)
+        ends = time.monotonic() + 5
+        while True:
+            facts = client.status()
+            left = facts["cache.leases"], facts["cache.sessions"]
+            if left == (0, 0) or time.monotonic() > ends:
+                return left
+            time.sleep(0.005)  # a server says no event when a lease ends
+
+
+def picture(identifier: str, offset: int, length: int = 6) -> Any:
+    """An item of a request."""
+    return vllm_feature(identifier, offset, length)
+
+
+def side(engine: FakeEngine) -> Any:
+    """The scheduler's side of an engine's connector."""
+    return engine.scheduler.scheduler.side
+
+
+TEXT = list(range(100, 150))
+
+
+@EVERY_VERSION
+@EVERY_LOAD
+@pytest.mark.parametrize("chunk_size", [8, 4, 6])
+def test_requests_of_every_version_hit_what_another_engine_stored(
+    make: Make, server: CacheServer, version: str, load: str, chunk_size: int
+) -> None:
+    """Text, salts and pictures: KV is right, hits are whole and only of the same identity, nothing is left over."""
+    settings = {"load": load, "chunk_size": chunk_size}
+    whole = 50 // chunk_size * chunk_size
+    for hits in ([0, 0, 0, 12 // chunk_size * chunk_size], [whole] * 4):
+        engine = make(version, settings=settings)
+        engine.add("text", TEXT)
+        engine.run()
+        engine.add("salted", TEXT, cache_salt="s")
+        engine.run()
+        for name, item in zip(("one", "two"), PICTURES, strict=True):
+            engine.add(name, [*TEXT[:20], *TEXT[:30]], mm_features=[picture(item, 12)], cache_salt="p")
+            engine.run()
+        names = ("text", "salted", "one", "two")
+        assert dict.fromkeys(names, True) == engine.right
+        assert hits == [engine.hits[name][0] for name in names]
+        assert 0 == len(side(engine))
+    assert (0, 0) == left_over(server)
+
+
+@EVERY_VERSION
+@EVERY_LOAD
+def test_preempted_requests_resume_from_the_cache(make: Make, server: CacheServer, version: str, load: str) -> None:
+    """Preempted while decoding, a request is looked up again with what it generated, and its KV stays right."""
+    engine = make(version, settings={"load": load})
+    engine.add("r", TEXT[:20], max_tokens=30)
+    for _ in range(16):
+        engine.step()
+    engine.preempt("r")
+    engine.run()
+    assert [0, 32] == engine.hits["r"]
+    assert engine.right["r"]
+    other = make(version, settings={"load": load})
+    other.add("again", list(engine.done["r"].request.all_token_ids))
+    other.run()
+    assert [48] == other.hits["again"]
+    assert other.right["again"]
+    assert (0, 0) == left_over(server)
+
+
+@EVERY_VERSION
+def test_a_streaming_session_appends_media(make: Make, server: CacheServer, version: str) -> None:
+    """A second turn drops the last sampled token, brings a picture of its own, and keys go on from there."""
+    engine = make(version)
+    seq = engine.add("s", TEXT[:18], max_tokens=3, stays=True, mm_features=[picture(PICTURES[0], 3)])
+    while seq.state != "idle":
+        engine.step()
+    engine.stream(seq, TEXT[:16], (picture(PICTURES[1], 4),))
+    seq.stays = False
+    engine.run()
+    assert engine.right["s"]
+    assert {} == dict(side(engine).counters.bypassed)
+    other = make(version)
+    features = [picture(one.identifier, one.mm_position.offset) for one in seq.request.mm_features]
+    other.add("t", list(seq.request.all_token_ids), mm_features=features)
+    other.add("u", list(seq.request.all_token_ids), mm_features=features[:1])
+    other.run()
+    assert (32, 24) == (other.hits["t"][0], other.hits["u"][0])  # the second picture begins at 24
+    assert other.right["t"]
+    assert other.right["u"]
+    assert (0, 0) == left_over(server)
+
+
+@EVERY_VERSION
+@EVERY_LOAD
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("losing", [0, 1])
+def test_a_failed_load_is_computed_and_poisons_nothing(
+    make: Make, version: str, load: str, world: int, losing: int
+) -> None:
+    """One of the workers loses a part: the engine is told in the way of its version, and what is stored is right."""
+    settings = {"load": load}
+    first = make(version, settings=settings, world=world)
+    first.add("begin", TEXT[:30])
+    first.run()
+    second = make(version, settings=settings, world=world, budget=60)
+    lose(second.workers[losing % world])
+    second.add("whole", TEXT)
+    second.run()
+    assert 24 == second.hits["whole"][0]
+    assert second.right["whole"]
+    assert 1 == side(second).counters.load_failures
+    third = make(version, settings=settings, world=world)
+    third.add("whole", TEXT)
+    third.run()
+    assert 24 <= third.hits["whole"][0]
+    assert third.right["whole"]
+
+
+def lose(worker: Any) -> None:
+    """Have a worker lose all chunks but the first of what it loads."""
+    inner = worker.worker
+    original = inner._make
+
+    def losing(space: Any) -> Any:
+        made = original(space)
+        retrieve = made._client.retrieve
+        made._client = SimpleNamespace(
+            retrieve=lambda *given, **named: truncated(retrieve(*given, **named)),
+            store=made._client.store,
+            end_session=made._client.end_session,
+        )
+        return made
+
+    inner._make = losing
+
+
+def truncated(result: Any) -> Any:
+    """A retrieve that delivered its first chunk only."""
+    return type(result)(result.chunks[:1], result.miss, result.failure)
+
+
+@EVERY_LOAD
+def test_an_abort_in_every_state_leaves_nothing(make: Make, server: CacheServer, load: str) -> None:
+    """After any number of steps all requests are aborted: no tracker, lease or session is left."""
+    first = make(settings={"load": load})
+    first.add("known", TEXT)
+    first.run()
+    for steps in range(7):
+        engine = make(settings={"load": load})
+        engine.add("known", TEXT, max_tokens=5)
+        engine.add("fresh", TEXT[::-1], max_tokens=5)
+        for _ in range(steps):
+            engine.step()
+        for name in list(engine.seqs):
+            engine.finish(name)
+        ends = time.monotonic() + 10
+        while len(engine._free) < 60 and time.monotonic() < ends:
+            engine.step()  # loads that were under way come to an end
+        assert 0 == len(side(engine))
+        assert sorted(range(1, 61)) == sorted(engine._free)
+    assert (0, 0) == left_over(server)
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.32-v2"])
+def test_two_kv_groups_load_between_steps_and_report_by_request(make: Make, version: str) -> None:
+    """The hybrid connector: a failed load is told by the request's id, and the engine computes all of it."""
+    shape: dict[str, Any] = {"connector": "ExtraKeysHybridConnector", "groups": 2}
+    first = make(version, **shape)
+    first.add("r", TEXT)
+    first.run()
+    second = make(version, **shape)
+    lose(second.workers[0])
+    second.add("r", TEXT)
+    second.run()
+    third = make(version, **shape)
+    third.add("r", TEXT)
+    third.run()
+    assert ([0], [48, 0], [48]) == (first.hits["r"], second.hits["r"], third.hits["r"])
+    assert all(engine.right["r"] for engine in (first, second, third))
+
+
+def test_the_hybrid_connector_needs_an_engine_that_hears_of_failed_requests(make: Make) -> None:
+    """Older versions cannot be told of a failed load with several groups, so it does not start there."""
+    with pytest.raises(LayoutError, match="cannot be told"):
+        make("0.20", connector="ExtraKeysHybridConnector", groups=2)
+    with pytest.raises(LayoutError, match="only if they are async"):
+        make("0.32", connector="ExtraKeysHybridConnector", groups=2, settings={"load": "sync"})
+
+
+# ---- what has no keys
+
+
+def test_a_request_without_an_identity_is_bypassed_and_counted(make: Make) -> None:
+    """Media that the engine did not hash, and an adapter whose files cannot be read: served, not stored, counted."""
+    engine = make()
+    local = "renderer0-mm-17-image-0"
+    engine.add("local", TEXT, mm_features=[vllm_feature(local, 3, 6)]).request.mm_features[0].identifier = local
+    engine.add("lora", TEXT, lora_request=lora("sql", 1, "/nowhere"))
+    for name in ("local", "lora"):
+        engine.seqs[name].request.mm_features = []  # the fake engine computes on; keys were asked for at admission
+    engine.run()
+    counters = side(engine).counters
+    assert {"unreadable_adapter": 1, "request_local_identity": 1} == dict(counters.bypassed)
+    assert 0 == counters.saved_chunks
+    stats = engine.scheduler.get_kv_connector_stats()
+    assert 1 == stats.data["bypassed.unreadable_adapter"]
+    assert engine.scheduler.get_kv_connector_stats().is_empty()
+
+
+def test_an_engine_that_has_no_keys_runs_without_the_cache(make: Make) -> None:
+    """A model whose KV depends on later positions, recurrent state: every hook is there and does nothing."""
+    with installed("0.32") as module:
+        for change in ("attention", "mamba", "context"):
+            config, cache = configs("0.32", {"address": "ipc:///nowhere"})
+            if change == "attention":
+                config.model_config.is_encoder_decoder = True
+            elif change == "mamba":
+                cache.kv_cache_groups[0].kv_cache_spec = type("MambaSpec", (), {"block_size": 4})()
+            else:
+                config.parallel_config.decode_context_parallel_size = 2
+            connector = module.ExtraKeysConnector(config, Role.SCHEDULER, cache)
+            request: Any = SimpleNamespace(request_id="r")
+            connector.on_new_request(request)
+            assert (0, False) == connector.get_num_new_matched_tokens(request, 0)
+            connector.update_state_after_alloc(request, None, 0)
+            meta = connector.build_connector_meta(SimpleNamespace())
+            assert ([], [], []) == (meta.loads, meta.async_loads, meta.saves)
+            connector.update_connector_output(SimpleNamespace())
+            assert (False, None) == connector.request_finished(request, [])
+            assert connector.reset_cache() is None
+            connector.shutdown()
+
+
+def test_settings_are_checked_when_the_engine_starts(make: Make) -> None:
+    """An unknown name, no address, a value of a wrong type: the engine does not start with what nobody meant."""
+    for settings in ({"adress": "ipc:///x"}, {"chunk_size": 0}, {"load": "later"}, {"shared_adapters": "a"}):
+        with pytest.raises(SettingsError):
+            make(settings=settings)
+    with installed("0.32") as module:
+        config, cache = configs("0.32", {})
+        with pytest.raises(SettingsError, match="address is missing"):
+            module.ExtraKeysConnector(config, Role.SCHEDULER, cache)
+
+
+def test_a_failed_load_never_fails_a_request(make: Make) -> None:
+    """The engine's default policy fails requests whose load failed; a cache must not, so the connector changes it."""
+    assert "recompute" == make().policy
+
+
+def test_a_reset_empties_the_space(make: Make) -> None:
+    """What was stored before is not hit after; the server's word decides whether it worked."""
+    engine = make()
+    engine.add("r", TEXT)
+    engine.run()
+    assert engine.scheduler.reset_cache() is True
+    engine.add("again", TEXT)
+    engine.run()
+    assert [0] == engine.hits["again"]
+
+
+# ---- adapters
+
+
+def lora(name: str, number: int, path: str, *, reload: bool = False) -> Any:
+    """A ``LoRARequest``."""
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=reload)
+
+
+def write_adapter(folder: Path, weights: int) -> str:
+    """An adapter's files."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (folder / "adapter_model.safetensors").write_bytes(bytes([weights]) * (64 + weights))
+    return str(folder)
+
+
+@pytest.mark.parametrize("version", ["0.18", "0.32"])
+def test_adapters_keep_apart_by_what_they_compute(make: Make, version: str, tmp_path: Path) -> None:
+    """Base, two adapters, and one of them under another number and path: the last hits, the others miss."""
+    one, two = write_adapter(tmp_path / "one", 1), write_adapter(tmp_path / "two", 2)
+    copy = write_adapter(tmp_path / "copy", 1)
+    engine = make(version)
+    for name, adapter, weights in (
+        ("base", None, 0),
+        ("one", lora("a", 1, one), 1),
+        ("two", lora("b", 2, two), 2),
+        ("copy", lora("a", 3, copy), 1),
+    ):
+        engine.add(name, TEXT, lora_request=adapter, weights=weights)
+        engine.run()
+    assert [0, 0, 0, 48] == [engine.hits[name][0] for name in ("base", "one", "two", "copy")]
+    assert all(engine.right.values())
+
+
+def test_an_adapter_replaced_under_a_running_engine_is_not_keyed(make: Make, tmp_path: Path) -> None:
+    """Its files change and nothing says that the engine loaded them: uncacheable, also when the old files come back."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make()
+    engine.add("before", TEXT, lora_request=lora("v", 1, path), weights=1)
+    engine.run()
+    write_adapter(tmp_path / "v", 2)
+    engine.add("after", TEXT, lora_request=lora("v", 1, path), weights=1)
+    engine.run()
+    write_adapter(tmp_path / "v", 1)
+    engine.add("back", TEXT, lora_request=lora("v", 1, path), weights=1)
+    engine.run()
+    assert [[0], [0], [0]] == [engine.hits[name] for name in ("before", "after", "back")]
+    assert {"adapter_changed": 2} == dict(side(engine).counters.bypassed)
+
+
+def test_a_reload_in_place_gives_up_what_runs_with_the_old_weights(make: Make, tmp_path: Path) -> None:
+    """The engine changes an adapter under requests that compute with it: their keys no longer say what their KV is."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make()
+    running = engine.add("running", TEXT[:20], lora_request=lora("v", 1, path), weights=1, max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    write_adapter(tmp_path / "v", 2)
+    engine.add("reloads", TEXT, lora_request=lora("v", 1, path, reload=True), weights=2)
+    running.weights = 2
+    engine.run()
+    assert {"adapter_changed": 1} == dict(side(engine).counters.bypassed)
+    other = make()
+    other.add("new", TEXT, lora_request=lora("v", 7, path), weights=2)
+    other.run()
+    assert [48] == other.hits["new"]
+    assert other.right["new"]
+
+
+def test_files_that_change_while_a_request_runs_end_its_saves(make: Make, tmp_path: Path) -> None:
+    """Before each save the files are looked at once more: what the engine loaded may be either version."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make(budget=8)
+    engine.add("r", TEXT, lora_request=lora("v", 1, path), weights=1)
+    engine.step()
+    write_adapter(tmp_path / "v", 2)
+    engine.run()
+    assert {"adapter_changed": 1} == dict(side(engine).counters.bypassed)
+    write_adapter(tmp_path / "v", 1)
+    other = make()
+    other.add("r", TEXT, lora_request=lora("v", 1, path), weights=1)
+    other.run()
+    assert [8] == other.hits["r"]
+
+
+# ---- the detector
+
+
+def test_keys_without_extra_keys_would_be_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with keys of tokens alone a second picture hits the first one's KV, which is wrong."""
+    engine = make()
+    connector = engine.scheduler.scheduler
+    derive = connector._derive
+    monkeypatch.setattr(connector, "_derive", lambda seen: type(derive(seen))(derive(seen).tokens, ()))
+    for name, item in zip(("one", "two"), PICTURES, strict=True):
+        engine.add(name, TEXT, mm_features=[picture(item, 3)])
+        engine.run()
+    assert ([0], [48]) == (engine.hits["one"], engine.hits["two"])
+    assert {"one": True, "two": False} == engine.right
