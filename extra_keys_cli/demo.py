@@ -224,8 +224,9 @@ def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong
     """One row a request, for people who see this for the first time."""
     table = Table(
         title="Chunks served from the cache",
-        caption="1st, 2nd, restart: chunks hit in each run. v1-raw wrong: chunks of another request's KV\n"
-        "that a cache with keys over raw tokens and salt would have served in the first run.",
+        caption="1st, 2nd, restart: chunks hit in each run.\n"
+        "v1-raw wrong: chunks of another request's KV that keys over\n"
+        "raw tokens and salt would have served in the first run.",
     )
     table.add_column("request", min_width=22)
     for header in ("chunks", "1st"):
