@@ -197,6 +197,59 @@ def diff(first: KeyInputsFile, second: KeyInputsFile) -> None:
             raise typer.Exit(1)
 
 
+StoreFolder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a store.", show_default=False)]
+
+
+@app.command()
+def audit(folder: StoreFolder, as_json: AsJson = False) -> None:
+    """Count what a store's folder holds: by schema, format, model, salted or not, with bytes and ages.
+
+    Names of LMCache 0.5.x are schema 1. Nothing is opened but descriptions of spaces, and nothing is changed.
+    """
+    with explained():
+        from extra_keys_cli.audit import audit as run
+
+        run(folder, as_json=as_json)
+
+
+@app.command()
+def purge(
+    folder: StoreFolder,
+    schema: Annotated[
+        int | None, typer.Option(min=1, help="Storage schema; 1 is LMCache 0.5.x.", show_default=False)
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Not modified for this long: 12h, 7d, 2w.", show_default=False)
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model; may be given several times. A name that several models may have written goes only if all of "
+            "them are given.",
+            show_default=False,
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Retire entries of a store's folder for which all that is given holds. A dry run unless --yes.
+
+    What cannot be named, or is ambiguous for what is asked, stays. Interrupted, it goes on where it is run again.
+    """
+    with explained():
+        from compat.errors import CompatError
+        from compat.purge import Criteria
+        from extra_keys_cli.audit import parse_age
+        from extra_keys_cli.audit import purge as run
+        from extra_keys_cli.failures import CommandError
+
+        try:
+            seconds = None if older_than is None else parse_age(older_than)
+            run(folder, Criteria(schema, seconds, frozenset(model or ())), yes=yes, as_json=as_json)
+        except CompatError as error:
+            raise CommandError(str(error)) from None
+
+
 def main() -> None:
     """Entry point of the installed command."""
     app()

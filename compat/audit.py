@@ -1,0 +1,215 @@
+"""What a folder holds, by name alone: schema, format, model, salted or not, age, bytes. No value is ever opened.
+
+    entry          a name of schema 1 (`compat.v1.recognise`) or of schema 2 and later (`xk<n>/...`)
+    description    a space's space.json; it gives the model of the schema-2 entries beside it, if its root agrees
+    internal       lock, temporary and quarantined files of a disk tier
+    unrecognised   everything else, links and special files included
+
+Which generation of v1 producers (raw, int16, sha31) derived a key, no name says. Below `xk<n>` and `xk<n>.*` nothing is
+ever taken for a v1 name, whatever it is called.
+
+Source: docs/spec/v1-formats.md, "Storage names"; docs/spec/storage-2.md.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from compat.v1 import AmbiguousName, StoreKind, recognise
+from keying import KeyingError
+from protocol_v2.storage.descriptions import parse_description
+from protocol_v2.storage.errors import StorageValueError
+from protocol_v2.storage.names import ROOT_PREFIX_BYTES, SPACE_FILE, parse_any_schema
+
+_OURS: Final = re.compile(r"xk(0|[1-9][0-9]{0,4})(?:\.[^/]*)?(?:/|\Z)", re.ASCII)
+_DESCRIPTION: Final = re.compile(rf"xk(0|[1-9][0-9]{{0,4}})/([0-9a-f]{{32}})/{re.escape(SPACE_FILE)}", re.ASCII)
+_MAX_DESCRIPTION: Final = 1 << 20
+
+
+class Holding(StrEnum):
+    """What sort of thing a name stands for."""
+
+    ENTRY = "entry"
+    DESCRIPTION = "description"
+    INTERNAL = "internal"
+    UNRECOGNISED = "unrecognised"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredName:
+    """One file, as a listing gives it.
+
+    Attributes:
+        name: path below the store's folder, with ``/``.
+        n_bytes: its size.
+        modified: seconds since the epoch.
+        regular: whether it is a file, not a link or special file.
+    """
+
+    name: str
+    n_bytes: int
+    modified: float
+    regular: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a name says.
+
+    Attributes:
+        holding: what sort of thing.
+        schema: storage schema; None where the name has none.
+        format: which v1 writer, or `xk<n>`; None for what is no entry.
+        models: every model that it may belong to; empty where none is known.
+        complete: whether these are all.
+        likely_model: the model to show; None where none is known.
+        salted: whether a v1 tenant's salt is in the name; None where the name does not say.
+    """
+
+    holding: Holding
+    schema: int | None = None
+    format: str | None = None
+    models: frozenset[str] = frozenset()
+    complete: bool = True
+    likely_model: str | None = None
+    salted: bool | None = None
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether the name leaves open which model it belongs to."""
+        return len(self.models) > 1 or not self.complete
+
+
+def identify(stored: StoredName, models: Mapping[str, str] | None = None) -> Identity:
+    """What one file of a folder is.
+
+    Args:
+        stored: the file.
+        models: model by space folder (`xk2/<root prefix>`), as `described_models` gives it.
+    """
+    name = stored.name
+    if not stored.regular:
+        return Identity(Holding.UNRECOGNISED)
+    if (ours := _OURS.match(name)) is not None:
+        return _identify_ours(name, int(ours[1]), models or {})
+    found = recognise(name.rsplit("/", 1)[-1], StoreKind.FOLDER)
+    if found is None:
+        return Identity(Holding.UNRECOGNISED)
+    if isinstance(found, AmbiguousName):
+        salted = {reading.salted for reading in found.readings}
+        return Identity(
+            Holding.ENTRY,
+            schema=1,
+            format=str(found.likely.format),
+            models=found.models,
+            complete=found.complete,
+            likely_model=found.likely.model,
+            salted=salted.pop() if found.complete and len(salted) == 1 else None,
+        )
+    return Identity(Holding.ENTRY, 1, str(found.format), frozenset({found.model}), True, found.model, found.salted)
+
+
+def _identify_ours(name: str, schema: int, models: Mapping[str, str]) -> Identity:
+    folder, *below = name.split("/")
+    if schema < 2:  # v1 has no folder of its own
+        return Identity(Holding.UNRECOGNISED)
+    if not below or "." in folder:
+        return Identity(Holding.INTERNAL, schema)
+    if _DESCRIPTION.fullmatch(name):
+        return Identity(Holding.DESCRIPTION, schema)
+    try:
+        parse_any_schema(name)
+    except StorageValueError:
+        return Identity(Holding.UNRECOGNISED)
+    model = models.get(f"{folder}/{below[0]}")
+    known = frozenset() if model is None else frozenset({model})
+    return Identity(Holding.ENTRY, schema, folder, known, True, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is counted as one: a row of the audit."""
+
+    holding: Holding
+    schema: int | None
+    format: str | None
+    model: str | None
+    ambiguous: bool
+    salted: bool | None
+
+
+@dataclass(slots=True)
+class Count:
+    """Sum over a group. Times are seconds since the epoch."""
+
+    names: int
+    n_bytes: int
+    oldest: float
+    newest: float
+
+
+def audit(names: Iterable[StoredName], models: Mapping[str, str] | None = None) -> dict[Group, Count]:
+    """Counts of all names. A name that leaves its model open counts under the likely one, marked ambiguous."""
+    counts: dict[Group, Count] = {}
+    for stored in names:
+        what = identify(stored, models)
+        group = Group(what.holding, what.schema, what.format, what.likely_model, what.ambiguous, what.salted)
+        count = counts.get(group)
+        if count is None:
+            counts[group] = Count(1, stored.n_bytes, stored.modified, stored.modified)
+            continue
+        count.names += 1
+        count.n_bytes += stored.n_bytes
+        count.oldest = min(count.oldest, stored.modified)
+        count.newest = max(count.newest, stored.modified)
+    return counts
+
+
+def folder_names(folder: Path) -> Iterator[StoredName]:
+    """Every file below a folder. Links are listed, never followed; what vanishes meanwhile is left out.
+
+    Raises:
+        OSError: a folder that cannot be listed.
+    """
+    waiting = [""]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(folder / place) as listing:
+                entries = list(listing)
+        except FileNotFoundError:
+            if place:
+                continue
+            raise
+        for entry in entries:
+            name = f"{place}{entry.name}"
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(facts.st_mode):
+                waiting.append(f"{name}/")
+            else:
+                yield StoredName(name, facts.st_size, facts.st_mtime, stat.S_ISREG(facts.st_mode))
+
+
+def described_models(folder: Path) -> dict[str, str]:
+    """Model by space folder, of each schema-2 space whose description agrees with the folder that it is in."""
+    models = {}
+    for path in sorted((folder / "xk2").glob(f"*/{SPACE_FILE}")):
+        prefix = path.parent.name
+        try:
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MAX_DESCRIPTION:
+                continue
+            space = parse_description(path.read_bytes())
+        except (OSError, StorageValueError, KeyingError):
+            continue
+        if space.root[:ROOT_PREFIX_BYTES].hex() == prefix:
+            models[f"xk2/{prefix}"] = space.model
+    return models

@@ -1,0 +1,152 @@
+"""Retire entries of a folder by schema, age or model. What cannot be named, or is ambiguous for what is asked, stays.
+
+A purge keeps no state: it lists, decides by name and age, and unlinks one file after another. An interrupted one has
+done a part of the work, and running it again does the rest. Descriptions, locks, temporary and quarantined files are
+never touched. Names of schema 2 and later go only while the purge owns the folder as a server would.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from compat.audit import Holding, Identity, StoredName, described_models, folder_names, identify
+from compat.errors import CompatError
+from protocol_v2.tiers.layout import schema_folders
+
+
+class PurgeRefusedError(CompatError):
+    """A purge that would not be safe, or that asks for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criteria:
+    """What is to go: entries for which all that is given holds.
+
+    Args:
+        schema: storage schema, 1 for LMCache 0.5.x; None for any.
+        older_than: seconds since the last modification; None for any age.
+        models: models; empty for any. A name that several models may have written goes if all of them are given.
+
+    Raises:
+        PurgeRefusedError: nothing is given, or a negative age.
+    """
+
+    schema: int | None = None
+    older_than: float | None = None
+    models: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.schema is None and self.older_than is None and not self.models:
+            raise PurgeRefusedError("purge: got no criterion; give a schema, an age or a model")
+        if self.older_than is not None and not self.older_than >= 0:
+            raise PurgeRefusedError("purge: got a negative age; wanted seconds, at least 0")
+
+
+class Verdict(StrEnum):
+    """Why a name goes or stays."""
+
+    RETIRED = "retired"
+    NOT_ASKED = "not asked for"
+    AMBIGUOUS = "ambiguous model"
+    MODEL_UNKNOWN = "model unknown"
+    UNRECOGNISED = "unrecognised"
+    NO_ENTRY = "not an entry"
+
+
+def verdict(stored: StoredName, what: Identity, criteria: Criteria, now: float) -> Verdict:
+    """Whether a file goes. now: seconds since the epoch."""
+    if what.holding is Holding.UNRECOGNISED:
+        return Verdict.UNRECOGNISED
+    if what.holding is not Holding.ENTRY:
+        return Verdict.NO_ENTRY
+    if criteria.schema is not None and what.schema != criteria.schema:
+        return Verdict.NOT_ASKED
+    if criteria.older_than is not None and now - stored.modified <= criteria.older_than:
+        return Verdict.NOT_ASKED
+    if not criteria.models or (what.complete and what.models and what.models <= criteria.models):
+        return Verdict.RETIRED
+    if not what.models:
+        return Verdict.MODEL_UNKNOWN
+    # an incomplete list may hide a model that was asked for, or one that was not
+    undecided = not what.complete or bool(what.models & criteria.models)
+    return Verdict.AMBIGUOUS if undecided else Verdict.NOT_ASKED
+
+
+def plan(
+    names: Iterable[StoredName], models: Mapping[str, str], criteria: Criteria, now: float
+) -> Iterator[tuple[StoredName, Verdict]]:
+    """Each name and whether it goes."""
+    for stored in names:
+        yield stored, verdict(stored, identify(stored, models), criteria, now)
+
+
+def purge_folder(
+    folder: Path, criteria: Criteria, *, dry_run: bool = True, now: float | None = None
+) -> Iterator[tuple[StoredName, Verdict]]:
+    """List a folder and remove what is to go, file by file, as the iterator is advanced.
+
+    Args:
+        folder: the store's.
+        criteria: what goes.
+        dry_run: say what would go, and touch nothing.
+        now: seconds since the epoch; None for the clock.
+
+    Yields:
+        Each file and what became, or would become, of it: a retired one is gone by then.
+
+    Raises:
+        PurgeRefusedError: a live server owns the folder, and names of its schema may go.
+        OSError: a folder that cannot be listed, or a file that cannot be removed; running again goes on.
+    """
+    with contextlib.ExitStack() as held:
+        if not dry_run:
+            # those that exist now: an entry of a schema that appears later is not owned, and stays
+            owned = {int(top.removeprefix("xk")) for top in schema_folders(folder)} - {1}
+            if criteria.schema is not None:
+                owned &= {criteria.schema}
+            for schema in sorted(owned):
+                held.enter_context(_owning(folder, schema))
+        models = described_models(folder)
+        for stored, outcome in plan(folder_names(folder), models, criteria, time.time() if now is None else now):
+            if outcome is Verdict.RETIRED and not dry_run:
+                ours = identify(stored).schema != 1
+                if ours and int(stored.name.split("/")[0].removeprefix("xk")) not in owned:
+                    yield stored, Verdict.NOT_ASKED
+                    continue
+                _remove(folder, stored, with_folder=ours)
+            yield stored, outcome
+
+
+def _remove(folder: Path, stored: StoredName, *, with_folder: bool) -> None:
+    path = folder / stored.name
+    with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone, as was asked
+        path.unlink()
+    if with_folder:  # a key's folder goes with its last shard
+        try:
+            path.parent.rmdir()
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                raise
+
+
+@contextlib.contextmanager
+def _owning(folder: Path, schema: int) -> Iterator[None]:
+    """Hold a schema's lock, as its server would."""
+    name = f"xk{schema}.lock"
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PurgeRefusedError(
+                f"purge: a live server owns the folder ({name}); stop it, or purge schema 1 only"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

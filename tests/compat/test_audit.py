@@ -1,0 +1,69 @@
+"""The audit names what it can by name alone, and nothing else."""
+
+from pathlib import Path
+
+from compat.audit import Group, Holding, StoredName, audit, described_models, folder_names, identify
+from tests.compat.mixed_folder import ENGINE, INTERNAL, JUNK, PLAIN, SALTED, SLASHED, V1, V2, fill
+
+
+def test_a_mixed_folder_is_counted_by_schema_format_model_and_salt(tmp_path: Path) -> None:
+    """Each file is counted once, under what its name says."""
+    fill(tmp_path).close()
+    counts = audit(folder_names(tmp_path), described_models(tmp_path))
+    names = {group: count.names for group, count in counts.items()}
+    expected = {
+        Group(Holding.ENTRY, 1, "fs", "one", ambiguous=False, salted=False): 1,
+        Group(Holding.ENTRY, 1, "fs", "one", ambiguous=False, salted=True): 1,
+        Group(Holding.ENTRY, 1, "fs", "org/m", ambiguous=True, salted=False): 1,
+        Group(Holding.ENTRY, 1, "engine-disk", "one", ambiguous=False, salted=False): 1,
+        Group(Holding.ENTRY, 1, "engine-gds", "other", ambiguous=False, salted=False): 1,
+        Group(Holding.ENTRY, 2, "xk2", "org/two", ambiguous=False, salted=None): len(V2),
+        Group(Holding.DESCRIPTION, 2, None, None, ambiguous=False, salted=None): 1,
+        Group(Holding.INTERNAL, 2, None, None, ambiguous=False, salted=None): len(INTERNAL),
+        Group(Holding.UNRECOGNISED, None, None, None, ambiguous=False, salted=None): len(JUNK),
+    }
+    assert expected == names
+    assert 10 * len(JUNK) == counts[Group(Holding.UNRECOGNISED, None, None, None, False, None)].n_bytes
+
+
+def test_ages_and_bytes_are_summed() -> None:
+    """A group has the sum of the sizes, and the first and last time."""
+    names = [StoredName(PLAIN, 3, 50.0), StoredName(PLAIN, 4, 20.0), StoredName(PLAIN, 5, 90.0)]
+    (count,) = audit(names).values()
+    assert (3, 12, 20.0, 90.0) == (count.names, count.n_bytes, count.oldest, count.newest)
+
+
+def test_links_are_never_followed_or_named(tmp_path: Path) -> None:
+    """A link with a v1 name is no entry, and a linked folder is not entered; a file of that name is an entry."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / SALTED).write_bytes(b"1")
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / PLAIN).symlink_to(tmp_path / "elsewhere" / SALTED)
+    (store / "linked").symlink_to(tmp_path / "elsewhere")
+    (store / ENGINE).write_bytes(b"1")
+    holdings = {stored.name: identify(stored).holding for stored in folder_names(store)}
+    assert {
+        PLAIN: Holding.UNRECOGNISED,
+        "linked": Holding.UNRECOGNISED,
+        ENGINE: Holding.ENTRY,
+    } == holdings
+
+
+def test_a_description_that_does_not_agree_gives_no_model(tmp_path: Path) -> None:
+    """Models come from descriptions of the folder that they are in, and from no other."""
+    fill(tmp_path).close()
+    (description,) = tmp_path.glob("xk2/*/space.json")
+    other = tmp_path / "xk2" / ("0" * 32) / "space.json"
+    other.parent.mkdir()
+    other.write_bytes(description.read_bytes())
+    assert {f"xk2/{description.parent.name}": "org/two"} == described_models(tmp_path)
+    description.write_bytes(b"{}")
+    assert {} == described_models(tmp_path)
+
+
+def test_every_v1_name_is_schema_1_and_slashes_leave_the_model_open() -> None:
+    """All are recognised; the spelled slash alone is ambiguous."""
+    found = {name: identify(StoredName(name, 0, 0.0)) for name in V1}
+    assert {1} == {what.schema for what in found.values()}
+    assert {SLASHED} == {name for name, what in found.items() if what.ambiguous}

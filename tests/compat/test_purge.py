@@ -1,0 +1,100 @@
+"""A purge removes what was asked for, and leaves everything else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from compat.purge import Criteria, PurgeRefusedError, Verdict, purge_folder
+from tests.compat.mixed_folder import ENGINE, GDS, INTERNAL, PLAIN, SALTED, SLASHED, V1, V2, files, fill
+from tests.protocol_v2.storage_samples import open_disk
+
+
+def purged(folder: Path, criteria: Criteria, **options: float) -> set[str]:
+    """Files that a real purge removed."""
+    before = files(folder)
+    said = {
+        stored.name
+        for stored, outcome in purge_folder(folder, criteria, dry_run=False, now=options.get("now"))
+        if outcome is Verdict.RETIRED
+    }
+    gone = before - files(folder)
+    assert said == gone
+    return gone
+
+
+def test_a_dry_run_says_what_would_go_and_touches_nothing(tmp_path: Path) -> None:
+    """It is the default."""
+    fill(tmp_path).close()
+    before = files(tmp_path)
+    said = {s.name for s, outcome in purge_folder(tmp_path, Criteria(schema=1)) if outcome is Verdict.RETIRED}
+    assert V1 == said
+    assert before == files(tmp_path)
+
+
+def test_schema_1_goes_under_a_live_server_and_schema_2_is_refused(tmp_path: Path) -> None:
+    """Whatever may touch schema 2 is refused while the folder is owned; v1 names go, and nothing else does."""
+    with_owner = fill(tmp_path)
+    before = files(tmp_path)
+    for criteria in (Criteria(schema=2), Criteria(older_than=0), Criteria(models=frozenset({"one"}))):
+        with pytest.raises(PurgeRefusedError, match="live server"):
+            list(purge_folder(tmp_path, criteria, dry_run=False))
+    assert before == files(tmp_path)
+    assert V1 == purged(tmp_path, Criteria(schema=1))
+    with_owner.close()
+
+
+def test_schema_2_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    """Entries go with their folders; locks, temporary, quarantined and foreign files stay, and the folder serves on."""
+    fill(tmp_path).close()
+    assert V2 == purged(tmp_path, Criteria(schema=2))
+    assert files(tmp_path) >= INTERNAL | V1
+    assert not any((tmp_path / name).parent.exists() for name in V2)
+    open_disk(tmp_path).close()
+
+
+def test_an_age_retires_older_entries_only(tmp_path: Path) -> None:
+    """The edge itself stays."""
+    fill(tmp_path).close()
+    for name in V1 | V2:
+        os.utime(tmp_path / name, (1000, 1000))
+    os.utime(tmp_path / PLAIN, (999, 999))
+    os.utime(tmp_path / "readme.txt", (1, 1))
+    assert {PLAIN} == purged(tmp_path, Criteria(older_than=100), now=1100)
+
+
+def test_a_model_retires_only_what_is_surely_its_own(tmp_path: Path) -> None:
+    """Of an ambiguous name all models must be given; a model without description is not guessed."""
+    fill(tmp_path).close()
+    assert {PLAIN, SALTED, ENGINE} == purged(tmp_path, Criteria(models=frozenset({"one"})))
+    assert set() == purged(tmp_path, Criteria(models=frozenset({"org/m"})))
+    assert {SLASHED} == purged(tmp_path, Criteria(models=frozenset({"org/m", "org-SEP-m"})))
+    assert {GDS} == purged(tmp_path, Criteria(schema=1, models=frozenset({"other", "org/two"})))
+    (description,) = tmp_path.glob("xk2/*/space.json")
+    kept = description.read_bytes()
+    description.write_bytes(b"{}")
+    assert set() == purged(tmp_path, Criteria(models=frozenset({"org/two"})))
+    description.write_bytes(kept)
+    assert V2 == purged(tmp_path, Criteria(models=frozenset({"org/two"})))
+
+
+def test_an_interrupted_purge_goes_on_where_it_is_run_again(tmp_path: Path) -> None:
+    """A part is done, the lock is free, and a second run does the rest and no more; a third finds nothing."""
+    fill(tmp_path).close()
+    running = purge_folder(tmp_path, Criteria(schema=2), dry_run=False)
+    for _, outcome in running:
+        if outcome is Verdict.RETIRED:
+            break
+    running.close()  # type: ignore[attr-defined]
+    left = V2 & files(tmp_path)
+    assert len(V2) - 1 == len(left)
+    assert left == purged(tmp_path, Criteria(schema=2))
+    assert set() == purged(tmp_path, Criteria(schema=2))
+
+
+def test_criteria_that_ask_for_nothing_are_refused() -> None:
+    """An empty purge would be everything."""
+    with pytest.raises(PurgeRefusedError, match="no criterion"):
+        Criteria()
+    with pytest.raises(PurgeRefusedError, match="negative"):
+        Criteria(older_than=-1)
