@@ -3,6 +3,8 @@
 The engine answers as without a cache, and nothing wrong is ever stored.
 """
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 
 from tests.e2e.cache_server import Server
@@ -192,3 +194,26 @@ def test_kv_of_replaced_weights_in_the_engines_own_cache_is_not_stored(engines: 
     right = engines.run("second", [whole])
     assert [0] == right.cached
     assert_same(reference, right.answers)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_server_that_dies_while_requests_run(engines: Engines, own_server: Server, load: str) -> None:
+    """Killed and restarted in the middle of a batch that loads and saves: every answer is that of a plain engine."""
+    requests: list[Request] = [
+        {"tokens": words(300, f"mid-run {load} {place}"), "max_tokens": 150} for place in range(8)
+    ]
+    reference = engines.expected("llama", requests)
+    engines.open(
+        "first", "llama", address=own_server.address, load=load, lookup_timeout=0.5, load_timeout=1.0, store_timeout=1.0
+    )
+    engines.run("first", requests[:4], batch=True)
+    with ThreadPoolExecutor(1) as user:
+        running = user.submit(engines.run, "first", requests, batch=True)
+        for _ in range(3):
+            wait([running], timeout=0.3)
+            own_server.kill()
+            own_server.start()
+        assert_same(reference, running.result(120).answers)
+    assert_same(reference, engines.run("first", requests, batch=True).answers)
+    assert engines.hosts["first"].call("facts")["standing"] == 0
+    assert (0, 0) == own_server.left_over()
