@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from compat.audit import StoredName, identify
 from compat.purge import Criteria, PurgeRefusedError, Verdict, purge_folder
 from tests.compat.mixed_folder import ENGINE, GDS, INTERNAL, PLAIN, SALTED, SLASHED, V1, V2, files, fill
+from tests.compat.v1_writers import EngineKey
 from tests.protocol_v2.storage_samples import open_disk
 
 
@@ -98,3 +100,15 @@ def test_criteria_that_ask_for_nothing_are_refused() -> None:
         Criteria()
     with pytest.raises(PurgeRefusedError, match="negative"):
         Criteria(older_than=-1)
+
+
+def test_a_name_with_more_readings_than_are_listed_goes_by_schema_and_never_by_model(tmp_path: Path) -> None:
+    """Even if all listed models are given, one that is not listed may own it; that it is v1 is certain."""
+    name = EngineKey("-".join("abcdefghijkl"), 1, 0, 255, "half").disk()
+    (tmp_path / name).write_bytes(b"1")
+    what = identify(StoredName(name, 1, 0.0))
+    assert not what.complete
+    assert set() == purged(tmp_path, Criteria(models=what.models))
+    outcomes = [outcome for _, outcome in purge_folder(tmp_path, Criteria(models=frozenset({"unrelated"})))]
+    assert [Verdict.AMBIGUOUS] == outcomes
+    assert {name} == purged(tmp_path, Criteria(schema=1))
