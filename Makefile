@@ -24,13 +24,16 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q
 
 # the released LMCache, in an environment of its own that nothing else of this tree uses; built once
-LMCACHE := .venv-lmcache
+LMCACHE       := .venv-lmcache
+LMCACHE_OLDER := 0.5.0 0.5.3 0.5.5
 
 $(LMCACHE)/.installed: tests/interop/requirements.txt tests/interop/constraints.txt
 	test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE)
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt torch
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt --no-deps lmcache
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt -r tests/interop/requirements.txt
+	for release in $(LMCACHE_OLDER); do $(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+	    --upgrade --target $(LMCACHE)/releases/$$release lmcache==$$release || exit 1; done
 	touch $@
 
 interop: $(STAMP) $(LMCACHE)/.installed

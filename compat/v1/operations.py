@@ -270,5 +270,9 @@ OPERATIONS: Final[Mapping[V1Operation, OperationSpec]] = MappingProxyType(
 """Every operation, once."""
 
 BY_CODE: Final[Mapping[int, V1Operation]] = MappingProxyType(
-    {spec.code: operation for operation, spec in OPERATIONS.items() if spec.code is not None}
+    {
+        **{spec.code: operation for operation, spec in OPERATIONS.items() if spec.code is not None},
+        40: V1Operation.GET_EXPERIMENTAL,  # as 0.5.3 and 0.5.4 number it; later releases have no 40
+    }
 )
+"""Operation of each number."""

@@ -131,7 +131,9 @@ def decode_request(frames: Sequence[Frame]) -> V1Request:
         return V1Request(uid, operation, _payloads(operation, payloads), envelope)
     except V1WireError as error:
         error.operation = operation
-        error.answer = _failure(operation, envelope)
+        # A 0.5.0-0.5.2 client asks for the chunk size by 18 and no payload; an answer of another type ends its thread.
+        if payloads or error.refusal is not V1Refusal.WRONG_ARITY:
+            error.answer = _failure(operation, envelope)
         raise
 
 

@@ -123,7 +123,8 @@ def test_a_retrieve_answer_carries_its_data() -> None:
 
 def test_every_number_of_the_release_is_taken_once() -> None:
     """1 to 33 without 11, which is retired; three operations go by name."""
-    assert set(range(1, 34)) - {11} == set(BY_CODE)
+    assert set(range(1, 34)) - {11} | {40} == set(BY_CODE)
+    assert BY_CODE[32] is BY_CODE[40]
     assert {
         V1Operation.CB_REORDER_PLAN,
         V1Operation.SUBSCRIBE_KV_EVENTS,
@@ -277,12 +278,14 @@ def test_a_request_configuration_is_a_map_that_nobody_decodes() -> None:
         ([E(1), b"\xff\xff"], V1Refusal.MALFORMED, None),
         ([E(1), b"\xa2\xff\xff"], V1Refusal.MALFORMED, None),
         ([E(1), E(11)], V1Refusal.UNKNOWN_OPERATION, None),
-        ([E(1), E(40)], V1Refusal.UNKNOWN_OPERATION, None),
+        ([E(1), E(34)], V1Refusal.UNKNOWN_OPERATION, None),
         ([E(1), E(-1)], V1Refusal.UNKNOWN_OPERATION, None),
         ([E(1), E("negotiate_schema"), E(1)], V1Refusal.UNKNOWN_OPERATION, None),
         ([E(1), b"", b"ack"], V1Refusal.STREAM_CONTROL, None),
         ([E(1), b"", b"cancel"], V1Refusal.STREAM_CONTROL, None),
-        ([E(1), E(22)], V1Refusal.WRONG_ARITY, [E(1), E(22), E(False)]),
+        ([E(1), E(22), E(1), E(1)], V1Refusal.WRONG_ARITY, [E(1), E(22), E(False)]),
+        ([E(1), E(22)], V1Refusal.WRONG_ARITY, None),
+        ([E(1), E(18)], V1Refusal.WRONG_ARITY, None),
         ([E(1), E(24), E(1)], V1Refusal.WRONG_ARITY, [E(1), E(24), E("OK")]),
         ([E(1), E(21), E(1)], V1Refusal.WRONG_ARITY, None),
         ([E(1), E(22), E("7")], V1Refusal.MALFORMED, [E(1), E(22), E(False)]),

@@ -24,17 +24,17 @@ class RealClient:
 
     Args:
         log: file that takes what it prints.
-        python: interpreter of the environment that has LMCache.
+        release: one of the older releases; None for 0.5.6.
     """
 
-    def __init__(self, log: Path, *, python: Path = PYTHON) -> None:
+    def __init__(self, log: Path, *, release: str | None = None) -> None:
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [python, SCRIPT],
+                [PYTHON, SCRIPT],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=peer_environment(),
+                env=peer_environment(release),
                 cwd=log.parent,
                 text=True,
             )

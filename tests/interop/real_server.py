@@ -14,6 +14,7 @@ from tests.interop.environment import PYTHON, peer_environment
 
 START_SECONDS = 120.0
 GET_CHUNK_SIZE = b"\x15"
+"""Answered by every release: before 0.5.3 this number is the noop."""
 
 
 class RealServer:
@@ -22,13 +23,14 @@ class RealServer:
     Args:
         log: file that takes what the server prints.
         chunk_size: tokens of a chunk.
-        python: interpreter of the environment that has LMCache.
+        release: one of the older releases; None for 0.5.6.
+        port: None: one that nobody listens on.
     """
 
-    def __init__(self, log: Path, *, chunk_size: int = 16, python: Path = PYTHON, port: int | None = None) -> None:
+    def __init__(self, log: Path, *, chunk_size: int = 16, release: str | None = None, port: int | None = None) -> None:
         self.chunk_size = chunk_size
         self.log = log
-        self._python = python
+        self._release = release
         self._port = port if port is not None else free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,7 +49,7 @@ class RealServer:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(self._python, "-m", "lmcache.v1.multiprocess.server"),
+                    *(PYTHON, "-m", "lmcache.v1.multiprocess.server"),
                     *("--host", "127.0.0.1", "--port", str(self._port), "--chunk-size", str(self.chunk_size)),
                     *("--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
                     *("--supported-transfer-mode", "engine_driven", "--disable-observability"),
@@ -56,7 +58,7 @@ class RealServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=peer_environment(),
+                env=peer_environment(self._release),
                 cwd=self.log.parent,
             )
         return self

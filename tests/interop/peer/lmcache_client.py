@@ -3,9 +3,12 @@
     in    {"call": "store", "client": 0, "key": {...}, "instance": 7, "fills": [1.0, 2.0]}
     out   {"result": true}    or    {"error": "TimeoutError: ..."}
 
-Everything goes through `RequestClientFactory`, the entry point that LMCache's own engine adapters use.
+Everything goes through what LMCache's own engine adapters use: `RequestClientFactory` from 0.5.5 on, and before that
+the message queue client. Fields that an older release does not know are left out.
 """
 
+import dataclasses
+import inspect
 import json
 import logging
 import pickle
@@ -21,7 +24,30 @@ from lmcache.v1.multiprocess.custom_types import (  # noqa: E402
     IPCCacheServerKey,
     RegisterEngineDrivenContextPayload,
 )
-from lmcache.v1.multiprocess.transport.factory import RequestClientFactory  # noqa: E402
+
+try:
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    make_client = RequestClientFactory.create
+except ImportError:
+    import zmq
+    from lmcache.v1.multiprocess.mq import MessageQueueClient
+    from lmcache.v1.multiprocess.protocol import RequestType, get_response_class
+
+    class OlderClient:
+        """The message queue client with operations as methods."""
+
+        def __init__(self, url: str) -> None:
+            self._queue = MessageQueueClient(url, zmq.Context.instance())
+
+        def __getattr__(self, operation: str) -> Any:
+            kind = RequestType[operation.upper()]
+            return lambda *payloads: self._queue.submit_request(kind, list(payloads), get_response_class(kind))
+
+    make_client = OlderClient
+
+KEY_FIELDS = {field.name for field in dataclasses.fields(IPCCacheServerKey)}
+REGISTRATION_FIELDS = set(inspect.signature(RegisterEngineDrivenContextPayload).parameters)
 
 TIMEOUT = 10.0
 """Seconds that an answer may take; LMCache's own default is 300."""
@@ -36,7 +62,7 @@ class Peer:
 
     def connect(self, url: str) -> int:
         """A client of a server; its number."""
-        self.clients.append(RequestClientFactory.create(url))
+        self.clients.append(make_client(url))
         return len(self.clients) - 1
 
     def rpc(self, client: int, operation: str, arguments: list[Any], timeout: float = TIMEOUT) -> Any:
@@ -50,9 +76,10 @@ class Peer:
 
     def register(self, client: int, **fields: Any) -> Any:
         """Register an engine-driven context; the chunk's shape follows as LMCache makes it."""
-        payload = RegisterEngineDrivenContextPayload(**fields)
+        known = {name: value for name, value in fields.items() if name in REGISTRATION_FIELDS}
+        payload = RegisterEngineDrivenContextPayload(**known)
         planes = () if payload.use_mla else (2,)
-        shape = (*planes, payload.num_layers, payload.num_physical_slots, payload.hidden_dim_size)
+        shape = (*planes, payload.num_layers, fields["num_physical_slots"], payload.hidden_dim_size)
         self.layouts[payload.instance_id] = (shape, getattr(torch, payload.dtype_str))
         return self.rpc(client, "register_kv_cache_engine_driven_context", [payload])
 
@@ -102,7 +129,8 @@ class Peer:
 
 
 def _key(fields: dict[str, Any]) -> Any:
-    return IPCCacheServerKey(**{**fields, "token_ids": tuple(fields["token_ids"])})
+    known = {name: value for name, value in fields.items() if name in KEY_FIELDS}
+    return IPCCacheServerKey(**{**known, "token_ids": tuple(fields["token_ids"])})
 
 
 def main() -> None:
