@@ -137,6 +137,33 @@ def test_films_keep_apart_and_hit_their_own(engines: Engines) -> None:
         assert hits == run.cached
 
 
+def test_a_streaming_session_appends_pictures(engines: Engines) -> None:
+    """Each turn brings a picture: the session's keys are those of the whole sequence, in another process too."""
+    turns: list[Request] = [
+        {**picture_at("llava", 20 + 30 * place, place + 1, f"turn {place}"), "max_tokens": 20} for place in range(3)
+    ]
+    engines.expected("llava", [turns[0]])  # opens the engine without a cache
+    expected = engines.hosts["plain"].call("converse", turns=turns)
+    engines.open("first", "llava")
+    session = engines.hosts["first"].call("converse", turns=turns)
+    assert expected["tokens"] == session["tokens"]
+    assert_same(expected["answers"], session["answers"])
+    assert engines.hosts["first"].call("facts")["standing"] == 0
+
+    flat = [
+        token
+        for token, before in zip(session["tokens"], [0, *session["tokens"]], strict=False)
+        if token != 4 or before != 4
+    ]
+    whole: Request = {"tokens": flat, "images": [1, 2, 3]}
+    options = {"limit_mm_per_prompt": {"image": 3}}
+    reference = engines.expected("llava", [whole], **options)
+    engines.open("second", "llava", options=options)
+    run = engines.run("second", [whole])
+    assert_same(reference, run.answers)
+    assert [(len(session["tokens"]) - 1) // CHUNK * CHUNK] == run.cached
+
+
 @MULTIMODAL
 def test_mixed_traffic_in_one_batch(engines: Engines, model: str) -> None:
     """Pictures, plain text and salts computed together, stored together and hit together by the other process."""

@@ -22,8 +22,11 @@ os.environ |= {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+import copy
+import faulthandler
 import gc
 import json
+import signal
 import sys
 import time
 import traceback
@@ -153,6 +156,42 @@ class EngineHost:
             core.step()
         return left
 
+    def converse(self, turns: list[dict[str, Any]]) -> dict[str, Any]:
+        """A streaming session: each turn appends to one request, which keeps its KV; all tokens, and the answers."""
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        core = engine.engine_core.engine_core
+        name = f"session-{time.monotonic_ns()}"
+        tokens: list[int] = []
+        answers = []
+        for one in turns:
+            params = self._sampling(one)
+            params.output_kind = RequestOutputKind.DELTA
+            request = engine.input_processor.process_inputs(
+                name, self._prompt(one), params, engine.get_supported_tasks(), resumable=True
+            )
+            request.external_req_id = name
+            engine.output_processor.add_request(request, None, None, 0)
+            theirs = copy.copy(
+                request
+            )  # both sides extend the prompt of a session: in one process they must not share it
+            theirs.prompt_token_ids = list(request.prompt_token_ids)
+            engine.engine_core.add_request(theirs)
+            answer: dict[str, Any] = {"tokens": [], "logprobs": []}
+            while core.scheduler.has_unfinished_requests():
+                for output in engine.step():
+                    answer["tokens"] += output.outputs[0].token_ids
+                    answer["logprobs"] += [
+                        max(at.logprob for at in place.values()) for place in output.outputs[0].logprobs
+                    ]
+            answers.append(answer)
+            tokens = list(core.scheduler.requests[name].all_token_ids)
+        core.abort_requests([name])
+        while core.scheduler.has_requests():
+            core.step()
+        return {"tokens": tokens, "answers": answers}
+
     def _prompt(self, one: dict[str, Any]) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": one["tokens"]}
         data: dict[str, Any] = {}
@@ -216,6 +255,7 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever the engine prints goes to the log
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? says it to the log
     host = EngineHost()
     answers.write(json.dumps({"result": "ready"}) + "\n")
     for line in sys.stdin:
