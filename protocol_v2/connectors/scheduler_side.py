@@ -125,6 +125,8 @@ class SchedulerSide:
         self.counters = SchedulerCounters()
         self.loading = True
         """Whether hits are offered to the engine; `stop_loading` ends it."""
+        self.missed: Callable[[bytes], None] = lambda _key: None
+        """Told the key of the first chunk of each lookup that the cache does not have."""
         self._client = client
         self._world, self._groups = world, groups
         self._hold = hold
@@ -229,6 +231,8 @@ class SchedulerSide:
             self.counters.hit_tokens += tracker.loadable(computed)
             if answer.failure is None:
                 self.counters.lookups += 1
+                if answer.hit_chunks < len(plan.keys):
+                    self.missed(plan.keys[answer.hit_chunks].digest)
             else:
                 self.counters.lookup_failures += 1
             self._carry_out(tracker)

@@ -37,9 +37,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from keying import LoraAdapter, UncacheableRequest
+from keying import LoraAdapter, UncacheableRequest, pack_tokens
 from keying.engines import EngineInputs, from_vllm, space_from_vllm, vllm_extra_keys, vllm_tokens
 from protocol_v2.client import CacheClient
+from protocol_v2.connectors.chunk_news import ChunkNews
+from protocol_v2.connectors.event_feed import EventPublisher
 from protocol_v2.connectors.loaded_adapters import LoadedAdapters
 from protocol_v2.connectors.lora_revision import AdapterRevisions
 from protocol_v2.connectors.paged import Axes, LayoutError, PagedGroup, Unit, axes_of, unit_for
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 
     from keying import KeySpace
     from keying.engines import AdapterSource
-    from protocol_v2.connectors.tracker import LoadPlan, RequestTracker, SavePlan
+    from protocol_v2.connectors.tracker import LoadPlan, RequestTracker
 
 log = logging.getLogger(__name__)
 
@@ -286,6 +288,16 @@ class SchedulerConnector:
         self._n_saves = 0
         self._space_told = False
         self._told: dict[str, int] = {}
+        self.news = self._news(shape.settings)
+
+    def _news(self, settings: ConnectorSettings) -> ChunkNews | None:
+        """Tells routers, if the operator wants it."""
+        if settings.events is None:
+            return None
+        publisher = EventPublisher(self.space, settings.events, settings.events_replay)
+        news = ChunkNews(publisher, self.space.root, world=self.shape.world, hide_salts=settings.hide_salts)
+        self.side.missed = news.missed
+        return news
 
     # ---- requests
 
@@ -457,8 +469,10 @@ class SchedulerConnector:
             self.side.bypass(request_id, "adapter_changed")
             return
         self._n_saves += 1
-        self._saving(seen, plan)
         size = self.shape.settings.chunk_size
+        if self.news is not None:
+            tokens = pack_tokens(vllm_tokens(seen.request, plan.first * size)[: (plan.stop - plan.first) * size])
+            self.news.saving(self._n_saves, plan, bytes(tokens))
         yield SaveTask(
             self._n_saves,
             b"".join(key.digest for key in plan.keys),
@@ -467,9 +481,6 @@ class SchedulerConnector:
             self._cut(table, plan.first * size, plan.stop * size),
             plan.after_load,
         )
-
-    def _saving(self, seen: _Seen, plan: SavePlan) -> None:
-        """A save was handed out; for subclasses."""
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What became of loads and saves."""
@@ -481,6 +492,8 @@ class SchedulerConnector:
             self.side.stop_loading(report.misfit)
         for name, (done, failed) in report.loads.items():
             self.side.part_loaded(name, parts=done, failed=failed > 0)
+        if self.news is not None:
+            self.news.saved(report.saves)
 
     # ---- the rest
 
@@ -492,6 +505,8 @@ class SchedulerConnector:
             log.warning("the cache was not cleared: %s", error)
             return False
         log.info("cleared %d objects of the cache", cleared.objects)
+        if self.news is not None:
+            self.news.cleared()
         return True
 
     def take_stats(self) -> dict[str, int]:
@@ -506,6 +521,8 @@ class SchedulerConnector:
         log.info("counters: %s", self.side.counters.facts())
         self.side.close()
         self.client.close()
+        if self.news is not None:
+            self.news.close()
 
 
 # ---- a worker's side

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from keying import CacheSalt, MultimodalItem, chunk_keys
 from protocol_v2.cache import ChunkCache
+from protocol_v2.chunk_events import ChunkStored
 from protocol_v2.client import CacheClient
+from protocol_v2.connectors.event_feed import EventSubscriber
 from protocol_v2.connectors.paged import LayoutError
 from protocol_v2.connectors.settings import SettingsError
 from protocol_v2.negotiation import ServerTerms
@@ -429,3 +432,22 @@ def test_keys_without_extra_keys_would_be_seen(make: Make, monkeypatch: pytest.M
         engine.run()
     assert ([0], [48]) == (engine.hits["one"], engine.hits["two"])
     assert {"one": True, "two": False} == engine.right
+
+
+# ---- events
+
+
+def test_routers_hear_of_what_is_stored_and_can_recompute_it(make: Make, tmp_path: Path) -> None:
+    """Two workers, a salted prompt with a picture: every chunk is told once both have stored it, with typed parts."""
+    settings = {"events": f"ipc://{tmp_path}/e", "events_replay": f"ipc://{tmp_path}/r"}
+    engine = make(settings=settings, world=2)
+    engine.add("r", TEXT, cache_salt="s", mm_features=[picture(PICTURES[0], 3)])
+    engine.run()
+    with EventSubscriber(settings["events"], settings["events_replay"]) as subscriber:
+        events = [one for one in subscriber.catch_up() if isinstance(one, ChunkStored)]
+    space = engine.scheduler.scheduler.space
+    keys = chunk_keys(space, TEXT, [CacheSalt("s"), MultimodalItem(PICTURES[0], 3, 6)])
+    assert [key.digest for key in keys] == [event.key for event in events]
+    for event in events:
+        event.verify()
+    assert [space.root, *(key.digest for key in keys[:-1])] == [event.parent for event in events]
