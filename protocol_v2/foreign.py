@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from protocol_v2.errors import ProtocolError
     from protocol_v2.events import Event, SendRequest
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
@@ -48,5 +49,6 @@ class Tunnel(Protocol):
         """The socket is gone; everything pending fails."""
 
 
-ForeignPolicy: TypeAlias = "Callable[[frozenset[str]], Tunnel | None]"
-"""Given what a server without `extra_keys/2` listed: a tunnel to it, or None to bypass it."""
+ForeignPolicy: TypeAlias = "Callable[[frozenset[str]], Tunnel | ProtocolError | None]"
+"""Given what a server without `extra_keys/2` listed: a tunnel to it, or None to bypass it. An error is what requests
+end in until the next attempt, raised from calls or told in their results, as if the server had answered it."""

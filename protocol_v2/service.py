@@ -44,7 +44,6 @@ from protocol_v2.messages import (
     PrefetchRequest,
     ReleaseReply,
     ReleaseRequest,
-    RetrieveReply,
     RetrieveRequest,
     StatusReply,
     StatusRequest,
@@ -55,9 +54,8 @@ from protocol_v2.negotiation import ServerTerms, answer_hello
 from protocol_v2.outcomes import StoreOutcome
 from protocol_v2.server_connection import ServerConnection
 from protocol_v2.status import ServiceCounters, describe_status
-from protocol_v2.storage import ObjectId, Shard, StoredObject, TensorSpec, stored_object
-from protocol_v2.storage.objects import Envelope
-from protocol_v2.tensors import TensorMeta
+from protocol_v2.storage import Shard
+from protocol_v2.stored_messages import objects_of_store, reply_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +66,6 @@ if TYPE_CHECKING:
     from protocol_v2.frames import Frame
     from protocol_v2.identity import Chunks
     from protocol_v2.messages import Reply
-    from protocol_v2.outcomes import Retrieved
     from protocol_v2.status import Fact
     from protocol_v2.wire_keys import Shard as WireShard
     from protocol_v2.work import Task
@@ -394,7 +391,8 @@ class CacheService:
         )
 
         def then(now: float) -> None:
-            reply, payload = _delivery(task.finish(now))
+            retrieved = task.finish(now)
+            reply, payload = reply_of_objects(retrieved.objects, retrieved.miss)
             self._reply(peer, request, reply, now, payload)
 
         self._run(peer, request, [task], then, now)
@@ -404,7 +402,7 @@ class CacheService:
         chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
         check_places(chunks, message.first, message.starts, message.n_tokens)
         root = _root(space)
-        objects = _objects(root, chunks.digests, message, request.payload)
+        objects = objects_of_store(root, chunks.digests, message, request.payload)
         n_bound = _n_full(chunks)
         if message.first + len(objects) == n_bound and message.n_tokens[-1] < chunks.chunk_size:
             n_bound -= 1
@@ -552,42 +550,6 @@ def _n_full(chunks: Chunks) -> int:
 
 def _storage_shard(shard: WireShard) -> Shard:
     return Shard(shard.world, shard.rank, shard.group)
-
-
-def _objects(
-    root: bytes, digests: Sequence[bytes], message: StoreRequest, payload: Sequence[Frame]
-) -> list[StoredObject]:
-    """The objects of a store; the payload is chunk-major and of the announced sizes."""
-    shard = _storage_shard(message.shard)
-    objects = []
-    at = 0
-    for place, (start, n_tokens) in enumerate(zip(message.starts, message.n_tokens, strict=True)):
-        metas = message.tensors[0] if len(message.tensors) == 1 else message.tensors[place]
-        index = message.first + place
-        envelope = Envelope(
-            ObjectId(root, digests[index], shard),
-            start,
-            n_tokens,
-            tuple(TensorSpec(meta.dtype, tuple(meta.shape), meta.nbytes) for meta in metas),
-            parent=digests[index - 1] if index else root,
-        )
-        objects.append(stored_object(envelope, payload[at : at + len(metas)], give=True))
-        at += len(metas)
-    return objects
-
-
-def _delivery(retrieved: Retrieved) -> tuple[RetrieveReply, tuple[Frame, ...]]:
-    envelopes = [obj.envelope for obj in retrieved.objects]
-    metas = [tuple(TensorMeta(one.dtype, one.shape) for one in envelope.tensors) for envelope in envelopes]
-    alike = len(metas) > 1 and all(one == metas[0] for one in metas)
-    reply = RetrieveReply(
-        count=len(envelopes),
-        starts=tuple(envelope.start for envelope in envelopes),
-        n_tokens=tuple(envelope.n_tokens for envelope in envelopes),
-        tensors=(metas[0],) if alike else tuple(metas),
-        miss=retrieved.miss,
-    )
-    return reply, tuple(buffer for obj in retrieved.objects for buffer in obj.buffers)
 
 
 def _settle_all(tasks: Sequence[Task[T]], now: float) -> list[T]:

@@ -354,13 +354,13 @@ class SessionKeeper:
             self._enter(Phase.GREETING, math.inf)
             self._actions.append(Send(hello, None))
             return
-        tunnel = None if self._on_foreign is None else self._on_foreign(names)
-        if tunnel is not None:
+        answer = None if self._on_foreign is None else self._on_foreign(names)
+        if answer is not None and not isinstance(answer, ProtocolError):
             self._established = None
-            self._up(tunnel, tunnel.limits, now)
+            self._up(answer, answer.limits, now)
             return
         self.counters.unsupported += 1
-        error = UnsupportedServerError(
+        error = answer or UnsupportedServerError(
             f"the server lists {sorted(names)[:8]} and not {CAPABILITY}: it would serve hits without the extra keys, "
             "so it is bypassed; upgrade it, or hand in a tunnel"
         )
