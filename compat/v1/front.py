@@ -290,7 +290,7 @@ class V1Front:
             size = sum(obj.envelope.payload_size for obj in retrieved.objects)
             for first, last in lookup.count_read(shard.rank, start, stop):
                 self._cache.release(lease, start=first, stop=last, shard=shard, now=now)
-            self._off_loop(peer, request, size, lambda: pickle_objects(retrieved.objects, layout), written, now=now)
+            self._off_loop(peer, request, size, lambda: pickle_objects(retrieved.objects), written, now=now)
 
         def written(data: bytes, _now: float) -> None:
             self._reply(peer, request, V1RetrievePrepared(success=True, data=memoryview(data)))

@@ -120,9 +120,10 @@ def unpickle_chunks(data: memoryview, wanted: int, layout: ChunkLayout) -> list[
     return [bytes(tensor.data) for tensor in tensors]  # else one chunk would keep the whole message in memory
 
 
-def pickle_objects(objects: Sequence[StoredObject], layout: ChunkLayout) -> bytes:
+def pickle_objects(objects: Sequence[StoredObject]) -> bytes:
     """The answer to a retrieve, as the real client reads it. Copies the tensors: for worker threads."""
-    return write_tensors([PickledTensor(*layout, obj.buffers[0]) for obj in objects])
+    tensors = [(obj.envelope.tensors[0], obj.buffers[0]) for obj in objects]
+    return write_tensors([PickledTensor(spec.dtype, spec.shape, data) for spec, data in tensors])
 
 
 def stored_chunks(

@@ -61,7 +61,7 @@ def test_a_store_comes_back_as_it_went_in() -> None:
     first = stored_chunks(ROOT, HASHES[:1], tensors[:1], LAYOUT, start=0, shard=Shard(2, 1), chunk_size=4)
     assert first[0].envelope.parent == ROOT
     check_delivery(objects, 2, LAYOUT)
-    assert data == pickle_objects(objects, LAYOUT)
+    assert data == pickle_objects(objects)
 
 
 @pytest.mark.parametrize(
