@@ -8,8 +8,8 @@ chunk's value for a layer is one contiguous CPU tensor, in one of two units:
     tokens   [tokens, ...the other dimensions]: for any chunk size, and shared between block sizes. Needs a layer in
              which each token's part is apart from other tokens'; packed layouts are not such.
 
-Block 0 is the engine's null block: what was dropped (out of a sliding window) or is not needed. It is never written,
-and a chunk with a part of it cannot be read.
+vLLM's block 0 is its null block: what was dropped (out of a sliding window) or is not needed. It is never written, and
+a chunk with a part of it cannot be read.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class PagedGroup:
         block_size: tokens of the engine's block.
         chunk_size: tokens of a chunk.
         unit: how chunks are cut.
+        null_block: the engine's block for "nothing"; None for an engine that has none.
 
     Raises:
         LayoutError: tokens are wanted of a layer whose token dimension is not known.
@@ -128,6 +129,7 @@ class PagedGroup:
     block_size: int
     chunk_size: int
     unit: Unit
+    null_block: int | None = NULL_BLOCK
 
     def __post_init__(self) -> None:
         for name, axes in zip(self.layers, self.axes, strict=True):
@@ -151,7 +153,7 @@ class PagedGroup:
         Returns:
             None where a part of them is not there any more.
         """
-        if NULL_BLOCK in blocks:
+        if self.null_block in blocks:
             return None
         n_chunks = (stop - start) // self.chunk_size
         if not self.layers:
@@ -225,7 +227,7 @@ class PagedGroup:
         into = [
             (block, place * axes.split + part)
             for place in range(low, high)
-            if (block := blocks[place - start]) != NULL_BLOCK
+            if (block := blocks[place - start]) != self.null_block
             for part in range(axes.split)
         ]
         if not into:
@@ -242,7 +244,7 @@ class PagedGroup:
         into = [
             (token - begin, block * axes.split + token % self.block_size // size, token % size)
             for token in range(low, high)
-            if (block := blocks[token // self.block_size - start // self.block_size]) != NULL_BLOCK
+            if (block := blocks[token // self.block_size - start // self.block_size]) != self.null_block
         ]
         if not into:
             return

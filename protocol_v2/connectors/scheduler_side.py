@@ -104,6 +104,8 @@ class SchedulerSide:
         space: of all keys.
         world: shards that a chunk's value has in each KV group.
         groups: KV groups.
+        parts: workers that report each load to this scheduler; None: all of `world`. Engines with a scheduler in each
+            worker report to each their own.
         hold: hand out no save while its request's load is in doubt. Needed where several workers load parts of one
             value and one cannot know that another failed.
         lookup_timeout: seconds that the scheduler waits for a lookup.
@@ -117,6 +119,7 @@ class SchedulerSide:
         *,
         world: int = 1,
         groups: int = 1,
+        parts: int | None = None,
         hold: bool = False,
         lookup_timeout: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -129,6 +132,7 @@ class SchedulerSide:
         """Told the key of the first chunk of each lookup that the cache does not have."""
         self._client = client
         self._world, self._groups = world, groups
+        self._parts = world if parts is None else parts
         self._hold = hold
         self._lookup_timeout = lookup_timeout
         self._clock = clock
@@ -263,7 +267,7 @@ class SchedulerSide:
         return plan
 
     def part_loaded(self, name: str, *, parts: int = 1, failed: bool) -> bool:
-        """One of the `world` workers that take part in a load is done with it.
+        """One of the workers that take part in a load is done with it.
 
         Args:
             name: of the load.
@@ -278,7 +282,7 @@ class SchedulerSide:
             return False
         request_id, heard, any_failed = known
         heard, any_failed = heard + parts, any_failed or failed
-        if heard < self._world:
+        if heard < self._parts:
             self._loads[name] = (request_id, heard, any_failed)
             return False
         del self._loads[name]

@@ -191,6 +191,7 @@ class WorkerSide:
         self._load_timeout = load_timeout
         self._fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="extra-keys-fetch")
         self._underway: dict[str, tuple[LoadTask, Future[_Fetched]]] = {}
+        self._staged: dict[str, _Fetched] = {}
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._bad_blocks: set[int] = set()
         self._report = WorkerReport()
@@ -219,6 +220,23 @@ class WorkerSide:
             task, fetch = self._underway.pop(name)
             over.append((task, self._write(task, fetch.result())))
         return over
+
+    def stage(self, task: LoadTask) -> int:
+        """Fetch now and keep, for `write_staged` or `drop_staged`; chunks that every group has.
+
+        For engines that cannot be told of a failed load: nothing is promised to them but what is here.
+        """
+        fetched = self._fetch(task, time.monotonic() + self._load_timeout)
+        self._staged[task.name] = fetched
+        return fetched.n_chunks
+
+    def write_staged(self, task: LoadTask) -> None:
+        """Write what was staged under the task's name into its blocks, which need not have been known then."""
+        self._write(task, self._staged.pop(task.name))
+
+    def drop_staged(self, name: str) -> None:
+        """Forget what was staged."""
+        self._staged.pop(name, None)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks, of the first KV group, that should have been loaded and were not."""
