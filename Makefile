@@ -27,13 +27,15 @@ test: $(STAMP)
 LMCACHE       := .venv-lmcache
 LMCACHE_OLDER := 0.5.0 0.5.3 0.5.5
 
-$(LMCACHE)/.installed: tests/interop/requirements.txt tests/interop/constraints.txt
+$(LMCACHE)/.installed: tests/interop/requirements.txt tests/interop/requirements-vllm.txt tests/interop/constraints.txt
 	test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE)
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt torch
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt --no-deps lmcache
 	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check -c tests/interop/constraints.txt -r tests/interop/requirements.txt
 	for release in $(LMCACHE_OLDER); do $(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 	    --upgrade --target $(LMCACHE)/releases/$$release lmcache==$$release || exit 1; done
+	$(LMCACHE)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(LMCACHE)/for-vllm \
+	    -c tests/interop/constraints.txt -r tests/interop/requirements-vllm.txt
 	touch $@
 
 interop: $(STAMP) $(LMCACHE)/.installed

@@ -51,7 +51,7 @@ from protocol_v2.connectors.worker_side import LoadTask, SaveTask, WorkerReport,
 from protocol_v2.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from vllm.config import VllmConfig
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from keying import KeySpace
     from keying.engines import AdapterSource
     from protocol_v2.connectors.tracker import LoadPlan, RequestTracker
+    from protocol_v2.foreign import ForeignPolicy
 
 log = logging.getLogger(__name__)
 
@@ -534,10 +535,18 @@ class WorkerConnector:
     Args:
         shape: of the engine.
         kv_cache_config: of this worker.
+        policy: gives what its client does with a server that does not know wire protocol 2; None: bypasses it.
     """
 
-    def __init__(self, shape: EngineShape, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        kv_cache_config: KVCacheConfig,
+        *,
+        policy: Callable[[KeySpace], ForeignPolicy | None] = lambda _space: None,
+    ) -> None:
         self.shape = shape
+        self._policy = policy
         self._config = kv_cache_config
         self._groups: list[PagedGroup] = []
         self._client: CacheClient | None = None
@@ -588,7 +597,11 @@ class WorkerConnector:
     def _make(self, space: KeySpace) -> WorkerSide:
         settings = self.shape.settings
         self._client = CacheClient(
-            settings.address, space, role=f"vllm worker {self.shape.rank}", timeout=settings.store_timeout
+            settings.address,
+            space,
+            role=f"vllm worker {self.shape.rank}",
+            timeout=settings.store_timeout,
+            on_foreign=self._policy(space),
         )
         return WorkerSide(
             self._client,
@@ -651,7 +664,7 @@ class ExtraKeysConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             if role == KVConnectorRole.SCHEDULER:
                 self.scheduler = self._scheduler(vllm_config, kv_cache_config, shape)
             else:
-                self.worker = WorkerConnector(shape, kv_cache_config)
+                self.worker = WorkerConnector(shape, kv_cache_config, policy=self.foreign_policy)
         except UnusableError as error:
             log.error("this engine runs without the cache: %s", error)  # noqa: TRY400  (no fault: no trace)
 
@@ -659,8 +672,14 @@ class ExtraKeysConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: EngineShape
     ) -> SchedulerConnector:
         space = engine_space(vllm_config, kv_cache_config, shape)
-        client = CacheClient(shape.settings.address, space, role="vllm scheduler")
+        policy = self.foreign_policy(space)
+        client = CacheClient(shape.settings.address, space, role="vllm scheduler", on_foreign=policy)
         return SchedulerConnector(shape, space, client)
+
+    def foreign_policy(self, space: KeySpace) -> ForeignPolicy | None:
+        """What the clients do with a server that does not know wire protocol 2. For subclasses; here, bypass it."""
+        del space
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -21,8 +21,12 @@ WHY_NOT = (
 needs_engine = pytest.mark.skipif(os.environ.get(ASKED) != "1" or not STAMP.exists(), reason=WHY_NOT)
 
 
-def engine_environment() -> dict[str, str]:
-    """Variables for a process of the engine: it can import this tree and the modules that tests hand to it."""
+def engine_environment(*more: Path) -> dict[str, str]:
+    """Variables for a process of the engine: it can import this tree and the modules that tests hand to it.
+
+    Args:
+        more: folders with further modules.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
-    paths = (str(ROOT), str(Path(__file__).parent / "engine"))
+    paths = (str(ROOT), str(Path(__file__).parent / "engine"), *map(str, more))
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}

@@ -20,16 +20,17 @@ class Host:
 
     Args:
         log: file that takes what it prints.
+        more: folders with further modules for it.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *more: Path) -> None:
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
                 [PYTHON, SCRIPT],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=engine_environment(),
+                env=engine_environment(*more),
                 cwd=log.parent,
                 text=True,
             )
