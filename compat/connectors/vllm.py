@@ -1,7 +1,7 @@
 """`TunnellingConnector` for vLLM: `ExtraKeysConnector`, with the tunnel to v1 servers.
 
-Load it by ``kv_connector="TunnellingConnector"`` and ``kv_connector_module_path="compat.connectors.vllm"``; the settings
-are those of `ExtraKeysConnector`, and the chunk size must be the server's.
+Load it with ``kv_connector="TunnellingConnector"`` and ``kv_connector_module_path="compat.connectors.vllm"``.
+Settings are those of `ExtraKeysConnector`; the chunk size must be the server's.
 
 Scheduler and worker share one policy for each space, and through it the leases of what the scheduler looked up. That
 reaches as far as their process: where vLLM runs workers in processes of their own (more than one worker, or a data
