@@ -267,7 +267,7 @@ def test_an_upgrade_is_taken_up_and_a_downgrade_is_noticed(peer_logs: Path) -> N
     with CacheClient(address, space, on_foreign=TunnelPolicy(space), patience=patience) as client:
         user = User(client, space)
         with old:
-            client.wait_ready(30)
+            ready_again(client)
             assert user.store(1.0, IMAGE_X) == 4
             assert [1.0, 2.0, 3.0, 4.0] == user.fetch(IMAGE_X)
             assert not speaks_2(client)
@@ -292,7 +292,7 @@ def speaks_2(client: CacheClient) -> bool:
 
 
 def ready_again(client: CacheClient) -> None:
-    """Wait for the next session; until the loss was noticed, what asks fails."""
+    """Wait for a session that answers; until there is a server, or a loss was noticed, what asks fails."""
     ends = time.monotonic() + 30
     while time.monotonic() < ends:
         with contextlib.suppress(ProtocolError):
