@@ -1,7 +1,6 @@
 """The keeper of a session, in virtual time: how it connects, backs off, trips, notices loss, and leaves no request."""
 
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from keying import KeySpace
 from protocol_v2 import ClientTerms, Limits, ServerConnection, ServerTerms, answer_hello
 from protocol_v2.capability import answer_probe, is_probe
+from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import (
     ClientClosedError,
     LocalProtocolError,
@@ -20,6 +20,7 @@ from protocol_v2.errors import (
     QueueFullError,
     RemoteProtocolError,
     RequestTimeoutError,
+    ServerError,
     ServerUnavailableError,
     SessionLostError,
     SpaceMismatchError,
@@ -35,7 +36,7 @@ from protocol_v2.events import (
     SendReply,
     SendRequest,
 )
-from protocol_v2.foreign import Tunnel
+from protocol_v2.foreign import ForeignPolicy
 from protocol_v2.frames import Frame, Prelude, is_protocol_2, join
 from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 from protocol_v2.messages import LookupReply, LookupRequest, PingReply, PingRequest, Request
@@ -60,7 +61,7 @@ class World:
         behave: str = "serve",
         *,
         expected: tuple[KeySpace, ...] = (),
-        on_foreign: Callable[[frozenset[str]], Tunnel | None] | None = None,
+        on_foreign: "ForeignPolicy | None" = None,
         max_pending: int = 16,
     ) -> None:
         self.now = 100.0
@@ -303,6 +304,21 @@ def test_a_server_that_stays_silent_is_never_tunnelled_to() -> None:
     foreign.run(1.0)
     assert [frozenset({"kv_event_stream"})] == asked
     assert isinstance(foreign.keeper.failure, UnsupportedServerError)
+
+
+def test_a_policy_may_say_what_requests_end_in() -> None:
+    """Its own error, for those that wait and for those that come later, until the server is asked again."""
+    refusal = ServerError(ErrorCode.UNSUPPORTED, "no", retriable=False)
+    world = World("foreign", on_foreign=lambda names: refusal)
+    first = world.ask()
+    world.run(1.0)
+    second = world.ask()
+    world.run()
+    assert [refusal, refusal] == [world.finished[first], world.finished[second]]
+    assert world.keeper.failure is refusal
+    world.behave = "serve"
+    world.run(60.0)
+    assert world.keeper.failure is None
 
 
 class EchoTunnel:
