@@ -2,7 +2,7 @@
 
 from collections import deque
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -36,13 +36,15 @@ from protocol_v2.events import (
     SendReply,
     SendRequest,
 )
-from protocol_v2.foreign import ForeignPolicy
 from protocol_v2.frames import Frame, Prelude, is_protocol_2, join
 from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 from protocol_v2.messages import LookupReply, LookupRequest, PingReply, PingRequest, Request
 from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.wire_keys import Keys
 from tests.protocol_v2.strategies import CLIENT_BOOT, OTHER_SPACE, SPACE
+
+if TYPE_CHECKING:
+    from protocol_v2.foreign import ForeignPolicy
 
 LIMITS = Limits(heartbeat_ms=1000, silence_ms=10_000, max_pending=8)
 PATIENCE = Patience(connect=2.0, answer=2.0, ping=0.5, first_delay=0.1, longest_delay=1.6, refused_delay=30.0)
