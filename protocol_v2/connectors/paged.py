@@ -3,10 +3,12 @@
 A paged layer is a tensor with a block dimension; token i of a request lies in block ``table[i // block_size]`` of it. A
 chunk's value for a layer is one contiguous CPU tensor, in one of two units:
 
-    blocks   [blocks, ...the layer's other dimensions]: a block is moved whole, whatever lies in it. The chunk size must
-             be a multiple of the block size, and engines share values only with the same block size.
-    tokens   [tokens, ...the other dimensions]: for any chunk size, and shared between block sizes. Needs a layer in
-             which each token's part is apart from other tokens'; packed layouts are not such.
+    blocks   [blocks, ...the layer's other dimensions]: the blocks that hold the chunk's tokens, each moved whole,
+             whatever order lies in it. Engines share values only with the same block size. A chunk that ends inside a
+             block brings the rest of it along, so it is read only when that block is full: then the rest is the
+             request's own, and no other's.
+    tokens   [tokens, ...the other dimensions]: shared between block sizes. Needs a layer in which each token's part is
+             apart from other tokens'. CPU attention packs the keys of several tokens together, so it is no such layer.
 
 vLLM's block 0 is its null block: what was dropped (out of a sliding window) or is not needed. It is never written, and
 a chunk with a part of it cannot be read.
@@ -41,27 +43,19 @@ class ChunkShapeError(LocalProtocolError):
     """A chunk from the cache has not the tensors that this engine's layers have: it was stored by another layout."""
 
 
-def unit_for(chunk_size: int, block_sizes: Sequence[int], wanted: str = "auto") -> Unit:
+def unit_for(wanted: str) -> Unit:
     """The unit to store chunks in.
 
     Args:
-        chunk_size: tokens of a chunk.
-        block_sizes: of each KV group.
-        wanted: ``auto``, ``blocks`` or ``tokens``; auto is blocks wherever it can be.
+        wanted: ``auto``, ``blocks`` or ``tokens``; auto is blocks, which is right for every layout.
 
     Raises:
-        LayoutError: blocks are wanted and the chunk size is no multiple of them, or another word.
+        LayoutError: another word.
     """
-    fits = all(chunk_size % size == 0 for size in block_sizes)
     if wanted == "auto":
-        return Unit.BLOCKS if fits else Unit.TOKENS
+        return Unit.BLOCKS
     if wanted not in {Unit.BLOCKS, Unit.TOKENS}:
         raise LayoutError(f"unit: got {wanted!r}, wanted auto, blocks or tokens")
-    if wanted == Unit.BLOCKS and not fits:
-        raise LayoutError(
-            f"unit: chunks of {chunk_size} tokens are not whole blocks of {list(block_sizes)}; "
-            "use unit tokens, or another chunk size"
-        )
     return Unit(wanted)
 
 
@@ -134,9 +128,7 @@ class PagedGroup:
     def __post_init__(self) -> None:
         for name, axes in zip(self.layers, self.axes, strict=True):
             if self.unit is Unit.TOKENS and axes.token is None:
-                raise LayoutError(
-                    f"{name}: where tokens lie in a block cannot be told; use a chunk size of whole blocks"
-                )
+                raise LayoutError(f"{name}: where tokens lie in a block cannot be told; use the unit blocks")
 
     def span(self, start: int, stop: int) -> slice:
         """Places in a block table of the blocks that hold tokens [start, stop)."""
@@ -161,10 +153,17 @@ class PagedGroup:
         chunks: list[list[Any]] = [[] for _ in range(n_chunks)]
         for tensor, axes in zip(self.layers.values(), self.axes, strict=True):
             whole = self._rows(tensor, axes, blocks, start, stop).contiguous().cpu()
-            rows = whole.shape[0] // n_chunks
             for place in range(n_chunks):
-                chunks[place].append(whole[place * rows : (place + 1) * rows])
+                begin = start + place * self.chunk_size
+                chunks[place].append(whole[self._place(axes, start, begin, begin + self.chunk_size)])
         return chunks
+
+    def _place(self, axes: Axes, origin: int, start: int, stop: int) -> slice:
+        """Rows of tokens [start, stop) in a value that begins with the token or block of `origin`."""
+        if self.unit is Unit.TOKENS:
+            return slice(start - origin, stop - origin)
+        before, span = origin // self.block_size, self.span(start, stop)
+        return slice((span.start - before) * axes.split, (span.stop - before) * axes.split)
 
     def _rows(self, tensor: Any, axes: Axes, blocks: Sequence[int], start: int, stop: int) -> Any:
         """Blocks, or tokens, first."""
@@ -176,30 +175,36 @@ class PagedGroup:
         before = start % self.block_size
         return picked.flatten(0, 1)[before : before + stop - start]
 
-    def check(self, tensors: Sequence[Any]) -> None:
+    def check(self, chunk: int, tensors: Sequence[Any]) -> None:
         """Whether a chunk's tensors are what this worker's layers take.
+
+        Args:
+            chunk: index of the chunk.
+            tensors: its value.
 
         Raises:
             ChunkShapeError: they are not.
         """
-        wanted = [self._chunk_shape(t, axes) for t, axes in zip(self.layers.values(), self.axes, strict=True)]
+        wanted = [self._chunk_shape(chunk, t, axes) for t, axes in zip(self.layers.values(), self.axes, strict=True)]
         got = [(tuple(one.shape), one.dtype) for one in tensors]
         if not self.layers:
             wanted = [((0,), _nothing().dtype)]
         if wanted != got:
             raise ChunkShapeError(f"chunk: got {got[:2]} in {len(got)} layers, wanted {wanted[:2]} in {len(wanted)}")
 
-    def _chunk_shape(self, tensor: Any, axes: Axes) -> tuple[tuple[int, ...], Any]:
+    def _chunk_shape(self, chunk: int, tensor: Any, axes: Axes) -> tuple[tuple[int, ...], Any]:
         if self.unit is Unit.BLOCKS:
             rest = [size for place, size in enumerate(tensor.shape) if place != axes.block]
-            return (self.chunk_size // self.block_size * axes.split, *rest), tensor.dtype
+            rows = self._place(axes, 0, chunk * self.chunk_size, (chunk + 1) * self.chunk_size)
+            return (rows.stop - rows.start, *rest), tensor.dtype
         rest = [size for place, size in enumerate(tensor.shape) if place not in {axes.block, axes.token}]
         return (self.chunk_size, *rest), tensor.dtype
 
     def write(self, blocks: Sequence[int], start: int, stop: int, chunk: int, tensors: Sequence[Any]) -> None:
         """Put one chunk's value where tokens [start, stop) of the request lie, as far as they are the chunk's.
 
-        Whole blocks are written at the end, so slots behind `stop` in its block are, too: the engine computes those.
+        Chunks are written in order: where two share a block, the later one has more of it. Whole blocks are written at
+        the end, so slots behind `stop` in its block are, too: the engine computes those.
 
         Args:
             blocks: the part `span(start, stop)` of the request's block table.
@@ -213,8 +218,10 @@ class PagedGroup:
         """
         if start % self.block_size:
             raise LocalProtocolError(f"start: got {start}, wanted a multiple of the block size {self.block_size}")
-        begin = chunk * self.chunk_size
-        end = begin + self.chunk_size
+        begin, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
+        if self.unit is Unit.BLOCKS:
+            covered = self.span(begin, end)
+            begin, end = covered.start * self.block_size, covered.stop * self.block_size
         low, high = max(begin, start), min(end, -(-stop // self.block_size) * self.block_size)
         for tensor, axes, value in zip(self.layers.values(), self.axes, tensors, strict=False):
             if self.unit is Unit.BLOCKS:

@@ -106,6 +106,7 @@ class SchedulerSide:
         groups: KV groups.
         parts: workers that report each load to this scheduler; None: all of `world`. Engines with a scheduler in each
             worker report to each their own.
+        align: tokens that the engine keeps together in a block: a chunk that ends inside one is saved when it is full.
         hold: hand out no save while its request's load is in doubt. Needed where several workers load parts of one
             value and one cannot know that another failed.
         lookup_timeout: seconds that the scheduler waits for a lookup.
@@ -120,6 +121,7 @@ class SchedulerSide:
         world: int = 1,
         groups: int = 1,
         parts: int | None = None,
+        align: int = 1,
         hold: bool = False,
         lookup_timeout: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -133,6 +135,7 @@ class SchedulerSide:
         self._client = client
         self._world, self._groups = world, groups
         self._parts = world if parts is None else parts
+        self._align = align
         self._hold = hold
         self._lookup_timeout = lookup_timeout
         self._clock = clock
@@ -304,7 +307,7 @@ class SchedulerSide:
     def take_save(self, request_id: str) -> SavePlan | None:
         """Chunks of a request that became whole and computed, each once."""
         tracker = self.tracker(request_id)
-        plan = None if tracker is None else tracker.take_save(hold=self._hold)
+        plan = None if tracker is None else tracker.take_save(hold=self._hold, align=self._align)
         if plan is not None:
             self.counters.saved_chunks += plan.stop - plan.first
         return plan

@@ -26,7 +26,7 @@ class ConnectorSettings:
         address: of the cache server, ``ipc://PATH`` or ``tcp://HOST:PORT``.
         chunk_size: tokens of a chunk; the same in all engines that share a cache.
         load: ``sync`` (in the step), ``async`` (between steps), or ``auto``: sync for one worker with one KV group.
-        unit: ``blocks``, ``tokens`` or ``auto``; see `protocol_v2.connectors.paged`.
+        unit: ``blocks``, ``tokens`` or ``auto`` (blocks); see `protocol_v2.connectors.paged`.
         model: name of the model in the key space, where engines load it from paths of their own.
         model_revision: commit or digest of the weights, where the engine does not know it.
         kv_dtype: resolved element type of the cache, where the engine does not say.

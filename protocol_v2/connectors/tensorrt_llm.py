@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from keying.engines import EngineInputs, from_tensorrt_llm
 from protocol_v2.client import CacheClient
-from protocol_v2.connectors.paged import Axes, PagedGroup, Unit, unit_for
+from protocol_v2.connectors.paged import Axes, PagedGroup, Unit
 from protocol_v2.connectors.scheduler_side import SchedulerSide
 from protocol_v2.connectors.worker_side import LoadTask, SaveTask, WorkerSide
 
@@ -103,7 +103,6 @@ class TensorRtWorker:
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """The engine's pool: [blocks, ...], each block with all layers."""
         deployment, settings = self._deployment, self._deployment.settings
-        unit_for(settings.chunk_size, [deployment.tokens_per_block], Unit.BLOCKS)
         pool = PagedGroup(
             {"pool": kv_cache_tensor},
             [Axes(0, None)],
@@ -188,6 +187,7 @@ class TensorRtScheduler:
             deployment.space,
             world=deployment.world,
             parts=1,
+            align=deployment.tokens_per_block,
             lookup_timeout=deployment.settings.lookup_timeout,
         )
         if deployment.world > 1:

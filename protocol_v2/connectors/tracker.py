@@ -379,13 +379,14 @@ class RequestTracker:
         self._computed = n_tokens
         self._may_save = self._may_save and own
 
-    def take_save(self, *, hold: bool) -> SavePlan | None:
+    def take_save(self, *, hold: bool, align: int = 1) -> SavePlan | None:
         """Chunks that became whole and computed, each once; None where there are none.
 
         Args:
+            align: tokens that the engine keeps together: a chunk that ends inside such a block waits until it is full.
             hold: while a load's outcome is open hand out nothing; False: hand out with the load's name.
         """
-        stop = min(self._computed, self.n_tokens) // self._chunk_size
+        stop = min(self._computed // align * align, self.n_tokens) // self._chunk_size
         if self.phase is not Phase.LIVE or not self._may_save or stop <= self._saved:
             return None
         if self._load is not None and hold:

@@ -24,6 +24,7 @@ Read from the released 0.18, 0.20 and 0.32 (``distributed/kv_transfer``, ``v1/co
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -173,7 +174,7 @@ def engine_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     Raises:
         UnusableError: KV of this engine cannot be stored by tokens.
         SettingsError: the operator's settings are wrong.
-        LayoutError: chunk size and block sizes do not go together.
+        LayoutError: the settings do not go with the engine's KV.
     """
     transfer = vllm_config.kv_transfer_config
     settings = ConnectorSettings.from_mapping(transfer.kv_connector_extra_config)
@@ -191,6 +192,9 @@ def engine_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     asynchronous = settings.load == "async" or (settings.load == "auto" and (world > 1 or len(block_sizes) > 1))
+    unit = unit_for(settings.unit)
+    if unit is Unit.TOKENS and _device() == "cpu":
+        raise LayoutError("unit: CPU attention packs tokens of a block together; use the unit blocks")
     if len(block_sizes) > 1 and not asynchronous:
         raise LayoutError("load: with several KV groups the engine hears of failed loads only if they are async")
     return EngineShape(
@@ -198,7 +202,7 @@ def engine_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         world=world,
         rank=parallel.rank % world,
         block_sizes=block_sizes,
-        unit=unit_for(settings.chunk_size, block_sizes, settings.unit),
+        unit=unit,
         asynchronous=asynchronous,
         keeps_blocks=set(kinds) <= KEEPS_BLOCKS,
         saves=transfer.is_kv_producer,
@@ -236,11 +240,17 @@ def _layout_name(kv_cache_config: KVCacheConfig, shape: EngineShape) -> str:
     was the attention backend's own, so only the same release is sure to have the same.
     """
     from vllm import __version__  # noqa: PLC0415  (read here alone)
-    from vllm.platforms import current_platform  # noqa: PLC0415  (probes the machine: not before it is needed)
 
     axes = "bhnc" if hasattr(kv_cache_config, "kv_cache_layout") else f"vllm-{__version__}"
     sizes = "" if shape.unit is Unit.TOKENS else "/" + ",".join(str(size) for size in shape.block_sizes)
-    return f"{shape.unit}{sizes}/{axes}/{current_platform.device_type}"
+    return f"{shape.unit}{sizes}/{axes}/{_device()}"
+
+
+def _device() -> str:
+    """The platform's kind of device."""
+    from vllm.platforms import current_platform  # noqa: PLC0415  (probes the machine: not before it is needed)
+
+    return str(current_platform.device_type)
 
 
 # ---- the scheduler's side
@@ -278,6 +288,7 @@ class SchedulerConnector:
             space,
             world=shape.world,
             groups=len(shape.block_sizes),
+            align=math.lcm(*shape.block_sizes),
             hold=shape.world > 1,
             lookup_timeout=shape.settings.lookup_timeout,
         )

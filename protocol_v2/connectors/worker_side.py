@@ -266,7 +266,7 @@ class WorkerSide:
             chunks = []
             for place, chunk in enumerate(got.chunks, task.first):
                 try:
-                    group.check(chunk.tensors)
+                    group.check(place, chunk.tensors)
                     if (chunk.start, chunk.n_tokens) != (place * self._chunk_size, self._chunk_size):
                         raise ChunkShapeError(f"chunk: got {chunk.n_tokens} tokens at {chunk.start}")  # noqa: TRY301
                 except ChunkShapeError as error:

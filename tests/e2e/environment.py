@@ -15,7 +15,7 @@ ASKED = "EXTRA_KEYS_E2E"
 
 WHY_NOT = (
     "no real engine was tested: run `make e2e`, which builds vLLM 0.32.0 for CPU in .venv-vllm/ once (about 3 minutes, "
-    "2.5 GB) and then takes about 5 minutes"
+    "2.5 GB) and then takes about 7 minutes"
 )
 
 needs_engine = pytest.mark.skipif(os.environ.get(ASKED) != "1" or not STAMP.exists(), reason=WHY_NOT)

@@ -19,18 +19,22 @@ def test_the_second_engine_process_hits_what_the_first_stored(
 ) -> None:
     """For chunks of one block of the engine (32), of several, and of neither; loaded in the step and between steps.
 
-    A prompt that is prefilled in two steps, one of whole chunks only (its last token is computed again), and one
-    that is shorter than a chunk.
+    A prompt that is prefilled in two steps, two of whole chunks only (their last token is computed again), and one
+    that is shorter than a chunk. A full hit may end inside a block of the engine.
     """
-    lengths = [700, 3 * chunk_size, chunk_size - 1]
-    requests = [{"tokens": words(n_tokens, f"text {n_tokens} {chunk_size} {load}")} for n_tokens in lengths]
+    lengths = [(700, 8), (3 * chunk_size, 8), (3 * chunk_size, 40), (chunk_size - 1, 8)]
+    requests = [
+        {"tokens": words(n_tokens, f"text {place} {chunk_size} {load}"), "max_tokens": generated}
+        for place, (n_tokens, generated) in enumerate(lengths)
+    ]
+    full = [full_hit(n_tokens, chunk_size, generated=generated) for n_tokens, generated in lengths]
     reference = engines.expected("llama", requests)
-    for process, hits in (("first", [0, 0, 0]), ("second", [full_hit(n_tokens, chunk_size) for n_tokens in lengths])):
+    for process, hits in (("first", [0, 0, 0, 0]), ("second", full)):
         engines.open(process, "llama", chunk_size=chunk_size, load=load)
         run = engines.run(process, requests)
         assert_same(reference, run.answers)
         assert hits == run.cached
-        assert (3, 0, 0) == (run.facts["requests"], run.facts["load_failures"], run.facts["standing"])
+        assert (4, 0, 0) == (run.facts["requests"], run.facts["load_failures"], run.facts["standing"])
     assert (0, 0) == server.left_over()
 
 

@@ -69,22 +69,21 @@ def test_axes_that_cannot_be_told_are_refused_or_left_out() -> None:
     with pytest.raises(LayoutError, match="cannot be told"):
         axes_of((7, 4), num_blocks=8, block_size=4)
     assert Axes(0, None) == axes_of((9, 4, 4), num_blocks=9, block_size=4)
-    with pytest.raises(LayoutError, match="whole blocks"):
+    with pytest.raises(LayoutError, match="unit blocks"):
         PagedGroup({"l": torch.zeros(9, 4, 4)}, [Axes(0, None)], 4, 6, Unit.TOKENS)
 
 
-def test_the_unit_follows_from_the_sizes() -> None:
-    """Blocks wherever chunks are whole blocks of every group; a wish that cannot be is refused."""
-    assert Unit.BLOCKS is unit_for(64, [16, 32])
-    assert Unit.TOKENS is unit_for(48, [32])
-    assert Unit.TOKENS is unit_for(64, [32], "tokens")
-    for wanted, chunk_size in (("blocks", 48), ("pages", 64)):
-        with pytest.raises(LayoutError, match="unit"):
-            unit_for(chunk_size, [32], wanted)
+def test_the_unit_is_blocks_unless_another_is_wanted() -> None:
+    """Blocks are right for every layout; another word is refused."""
+    assert (Unit.BLOCKS, Unit.BLOCKS, Unit.TOKENS) == tuple(unit_for(one) for one in ("auto", "blocks", "tokens"))
+    with pytest.raises(LayoutError, match="unit"):
+        unit_for("pages")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("unit", "chunk_size"), [(Unit.BLOCKS, 8), (Unit.TOKENS, 8), (Unit.TOKENS, 6)])
+@pytest.mark.parametrize(
+    ("unit", "chunk_size"), [(Unit.BLOCKS, 8), (Unit.BLOCKS, 6), (Unit.TOKENS, 8), (Unit.TOKENS, 6)]
+)
 def test_what_was_read_is_written_where_it_belongs_and_nowhere_else(layout: str, unit: Unit, chunk_size: int) -> None:
     """Chunks 1 and 2 go from one request's blocks to another's; every other slot stays as it was."""
     source, target = layer(layout), layer(layout, fill=-1)
@@ -97,15 +96,16 @@ def test_what_was_read_is_written_where_it_belongs_and_nowhere_else(layout: str,
     chunks = reader.read(mine[reader.span(start, stop)], start, stop)
     assert chunks is not None
     assert [2, 2] == [len(one) for one in chunks]
-    begin = start // 4 * 4  # loads begin at a block; what lies before the chunk in it is left alone
+    begin = start // 4 * 4  # loads begin at a block; of tokens, what lies before the chunk in it is left alone
+    low, high = (start, stop) if unit is Unit.TOKENS else (begin, -(-stop // 4) * 4)
     for place, tensors in enumerate(chunks):
-        reader.check(tensors)
+        reader.check(1 + place, tensors)
         writer.write(theirs[writer.span(begin, stop)], begin, stop, 1 + place, tensors)
     for number, tensor in enumerate(writer.layers.values()):
         for token in range(28):
             expected = slot(source, layout, mine, token) + 0.5 * number
             got = slot(tensor, layout, theirs, token)
-            assert torch.equal(expected if start <= token < stop else torch.full_like(got, -1), got), token
+            assert torch.equal(expected if low <= token < high else torch.full_like(got, -1), got), token
     untouched = layer(layout, fill=-1)
     for token in range(28):
         slot(target, layout, theirs, token)[:] = -1
@@ -161,7 +161,7 @@ def test_a_worker_without_layers_of_a_group_stores_a_value_without_bytes() -> No
     chunks = paged.read([1, 2, 3, 4], 0, 16)
     assert chunks is not None
     assert [[0], [0]] == [[one.nbytes for one in chunk] for chunk in chunks]
-    paged.check(chunks[0])
+    paged.check(0, chunks[0])
     paged.write([1, 2], 0, 8, 0, chunks[0])
 
 
@@ -169,10 +169,10 @@ def test_a_chunk_of_another_layout_is_refused() -> None:
     """Other heads, other element type, more layers: none of it is written."""
     paged = group("bhnc", Unit.BLOCKS, 8, layer("bhnc"))
     right = torch.zeros(2, 3, 4, 5)
-    paged.check([right])
+    paged.check(0, [right])
     for wrong in ([right[:1]], [right.to(torch.float16)], [right, right], [torch.zeros(2, 4, 3, 5)], []):
         with pytest.raises(ChunkShapeError):
-            paged.check(wrong)
+            paged.check(0, wrong)
 
 
 def test_a_load_begins_at_a_block() -> None:

@@ -150,6 +150,17 @@ def test_each_chunk_is_saved_once_when_it_is_whole_and_computed() -> None:
     assert chunk_keys(SPACE, range(12)) == list(save.keys)
 
 
+def test_a_chunk_that_ends_inside_an_engines_block_waits_until_it_is_full() -> None:
+    """With blocks of 6 tokens, chunks of 4: the second one (to 8) is handed out when 12 are computed."""
+    tracker = tracked(14)
+    got = []
+    for computed in (5, 6, 8, 11, 12, 14):
+        tracker.compute(computed)
+        save = tracker.take_save(hold=True, align=6)
+        got.append(None if save is None else (save.first, save.stop))
+    assert [None, (0, 1), None, None, (1, 3), None] == got
+
+
 def test_what_a_lookup_found_is_not_saved_again() -> None:
     """Chunks of the hit are there; the first one after it is saved."""
     tracker = tracked(12)

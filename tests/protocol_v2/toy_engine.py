@@ -14,7 +14,7 @@ import torch
 
 from keying import CacheSalt
 from keying.engines import EngineInputs
-from protocol_v2.connectors.paged import Axes, PagedGroup, unit_for
+from protocol_v2.connectors.paged import Axes, PagedGroup, Unit
 from protocol_v2.connectors.scheduler_side import SchedulerSide
 from protocol_v2.connectors.worker_side import LoadTask, SaveTask, WorkerSide
 
@@ -66,10 +66,10 @@ class ToyEngine:
     ) -> None:
         self.block_size, self.wait, self.world = block_size, wait, world
         self.chunk_size = space.chunk_size
-        self.side = SchedulerSide(client, space, world=world, groups=groups, hold=world > 1)
+        self.side = SchedulerSide(client, space, world=world, groups=groups, align=block_size, hold=world > 1)
         self._kv = [[[torch.zeros(200, block_size, 1, dtype=torch.int64) for _ in range(LAYERS)] for _ in range(groups)]
                     for _ in range(world)]  # fmt: skip
-        unit = unit_for(space.chunk_size, [block_size])
+        unit = Unit.BLOCKS
         self.workers = [
             WorkerSide(
                 LosingClient(client, rank, lose),
