@@ -75,7 +75,7 @@ class EngineHost:
     ) -> None:
         """Start an engine, with a connector where there are settings for one."""
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         self.close()
         wanted: dict[str, Any] = {
@@ -102,7 +102,10 @@ class EngineHost:
                 kv_connector_module_path=module,
                 kv_connector_extra_config=settings,
             )
-        self.llm = LLM(model=model, **{**wanted, **(options or {})})
+        wanted |= options or {}
+        if "kv_events_config" in wanted:
+            wanted["kv_events_config"] = KVEventsConfig(**wanted["kv_events_config"])
+        self.llm = LLM(model=model, **wanted)
 
     def close(self) -> None:
         """End the engine."""
