@@ -11,6 +11,8 @@
     event_feed        chunk events over sockets: publisher and subscriber
     vllm_events       from vLLM's untagged block events to chunk events
     vllm              vLLM's connector; the only module that imports vLLM (imported by the engine, by its module path)
+    vllm_engine, vllm_scheduler, vllm_worker
+                      its parts: configuration, scheduler, worker
     sglang            what a radix cache of SGLang asks of the cache
     tensorrt_llm      TensorRT-LLM's connector, over its published interface
 

@@ -25,6 +25,7 @@ from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
 from tests.keying.engine_samples import vllm_feature
 from tests.protocol_v2.fake_vllm import VERSIONS, FakeEngine, Role, configs, installed
+from tests.test_import_rules import imported
 
 pytestmark = pytest.mark.zmq
 
@@ -262,6 +263,18 @@ def test_the_hybrid_connector_needs_an_engine_that_hears_of_failed_requests(make
         make("0.32", connector="ExtraKeysHybridConnector", groups=2, settings={"load": "sync"})
 
 
+def test_one_file_imports_vllm() -> None:
+    """Everything else of this tree takes vLLM's objects by their attributes."""
+    root = Path(__file__).resolve().parents[2]
+    importers = {
+        str(path.relative_to(root))
+        for package in ("keying", "protocol_v2", "compat")
+        for path in (root / package).rglob("*.py")
+        if any(name.split(".")[0] == "vllm" for name in imported(path.read_text()))
+    }
+    assert {"protocol_v2/connectors/vllm.py"} == importers
+
+
 # ---- what has no keys
 
 
@@ -298,8 +311,8 @@ def test_an_engine_that_has_no_keys_runs_without_the_cache(make: Make) -> None:
             connector.on_new_request(request)
             assert (0, False) == connector.get_num_new_matched_tokens(request, 0)
             connector.update_state_after_alloc(request, None, 0)
-            meta = connector.build_connector_meta(SimpleNamespace())
-            assert ([], [], []) == (meta.loads, meta.async_loads, meta.saves)
+            tasks = connector.build_connector_meta(SimpleNamespace()).tasks
+            assert ([], [], []) == (tasks.loads, tasks.async_loads, tasks.saves)
             connector.update_connector_output(SimpleNamespace())
             assert (False, None) == connector.request_finished(request, [])
             assert connector.reset_cache() is None

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from keying.engines import EngineInputs
 from protocol_v2.connectors.tracker import RequestTracker
-from protocol_v2.connectors.vllm import ExtraKeysConnector, SchedulerConnector, WorkerConnector
+from protocol_v2.connectors.vllm import ExtraKeysConnector
+from protocol_v2.connectors.vllm_scheduler import SchedulerConnector
+from protocol_v2.connectors.vllm_worker import WorkerConnector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
