@@ -92,7 +92,7 @@ class PartsIndex:
         self.items: list[_Item] = []
         self.lasting: list[_Lasting] = []
         self.embeds: list[PromptEmbeds] = []
-        for extra_key in _iterated(extra_keys):
+        for extra_key in sorted(_checked(extra_keys), key=first_position):  # in order, so that each insertion appends
             self.add(extra_key)
 
     def __contains__(self, extra_key: ExtraKey) -> bool:
@@ -104,24 +104,19 @@ class PartsIndex:
 
     def add(self, extra_key: ExtraKey) -> None:
         """Take one more extra key, or raise and change nothing."""
-        kind = type(extra_key)
-        if kind is MultimodalItem:
-            self._add_item(extra_key)  # type: ignore[arg-type]  # mypy does not narrow by `type() is`
-        elif kind is LoraAdapter:
-            self._add_adapter(extra_key)  # type: ignore[arg-type]
-        elif kind is CacheSalt:
-            self._add_salt(extra_key)  # type: ignore[arg-type]
-        elif kind is PromptEmbeds:
-            self._add_embeds(extra_key)  # type: ignore[arg-type]
-        elif kind is Tag:
-            self._add_tag(extra_key)  # type: ignore[arg-type]
-        else:
-            raise UnsupportedExtraKeyError(
-                f"extra_keys: got {kind.__name__}, wanted MultimodalItem, LoraAdapter, CacheSalt, PromptEmbeds or Tag"
-            )
-        if not (
-            isinstance(extra_key, PromptEmbeds) and extra_key.n_rows
-        ):  # hashing the rows would cost as much as keys
+        match _supported(extra_key):
+            case MultimodalItem() as item:
+                self._add_item(item)
+            case LoraAdapter() as adapter:
+                self._add_adapter(adapter)
+            case CacheSalt() as salt:
+                self._add_salt(salt)
+            case PromptEmbeds() as embeds:
+                self._add_embeds(embeds)
+            case Tag() as tag:
+                self._add_tag(tag)
+        # the rows of embeddings are compared, not hashed: hashing them would cost as much as their keys
+        if not isinstance(extra_key, PromptEmbeds) or not extra_key.n_rows:
             self._given.add(extra_key)
 
     def _claim(self, identity: tuple[Any, ...], what: str) -> None:
@@ -171,12 +166,21 @@ class PartsIndex:
         self.embeds.insert(place, embeds)
 
 
-def _iterated(extra_keys: Any) -> Iterable[ExtraKey]:
+def _supported(extra_key: Any) -> ExtraKey:
+    if isinstance(extra_key, ExtraKey):
+        return extra_key
+    raise UnsupportedExtraKeyError(
+        f"extra_keys: got {type(extra_key).__name__}, "
+        "wanted MultimodalItem, LoraAdapter, CacheSalt, PromptEmbeds or Tag"
+    )
+
+
+def _checked(extra_keys: Any) -> list[ExtraKey]:
     if isinstance(extra_keys, str | bytes | ExtraKey) or not isinstance(extra_keys, Iterable):
         raise UnsupportedExtraKeyError(
             f"extra_keys: got {type(extra_keys).__name__}, wanted a sequence of extra keys; [] where there are none"
         )
-    return extra_keys
+    return [_supported(one) for one in extra_keys]
 
 
 @dataclass(slots=True)
@@ -261,10 +265,11 @@ class PartsCursor:
 def _embeds_parts(embeds: list[PromptEmbeds], start: int, stop: int) -> list[bytes]:
     """Parts of the embedding rows in ``[start, stop)``; ranges that touch, of equal dtype and row size, are one."""
     parts: list[bytes] = []
-    place = max(bisect_right(embeds, start, key=_offset) - 1, 0)
+    nearest = max(bisect_right(embeds, start, key=_offset) - 1, 0)
     run: tuple[int, int, Any] | None = None  # first position, one past the last, hasher
     previous: PromptEmbeds | None = None
-    for piece in embeds[place:]:
+    for place in range(nearest, len(embeds)):
+        piece = embeds[place]
         if piece.offset >= stop:
             break
         if piece.stop <= start:
