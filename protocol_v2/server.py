@@ -219,10 +219,10 @@ class CacheServer:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
-        due = time.monotonic()
         while not self._stopping.is_set():
-            wait = max(0.0, service.next_tick(time.monotonic()) - time.monotonic())
-            due = time.monotonic() + wait
+            now = time.monotonic()
+            wait = max(0.0, service.next_tick(now) - now)
+            due = now + wait
             ready = dict(poller.poll(int(wait * 1000) + 1))
             now = time.monotonic()
             if not ready:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from protocol_v2.events import (
     SendReply,
     SessionLost,
 )
-from protocol_v2.frames import is_protocol_2
+from protocol_v2.frames import is_protocol_2, payload_bytes
 from protocol_v2.hello import Refusal, Welcome
 from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.messages import (
@@ -130,8 +130,6 @@ class ForeignFront(Protocol):
 class _Peer:
     identity: bytes
     connection: ServerConnection
-    label: str = ""
-    lost: bool = field(default=False)
 
 
 class CacheService:
@@ -225,7 +223,8 @@ class CacheService:
 
     def next_tick(self, now: float) -> float:
         """When `tick` wants to be called next."""
-        return self._next_tick if self._peers else max(now, self._next_maintenance)
+        busy = bool(self._peers) or self._front is not None
+        return self._next_tick if busy else max(now, self._next_maintenance)
 
     def tick(self, now: float) -> None:
         """Let time pass: deadlines, silent peers, leases, sessions, background work."""
@@ -313,7 +312,6 @@ class CacheService:
                 self.counters.space_mismatches += 1
             log.warning("refused %s: %s", label, answer.explain())
             return
-        peer.label = label
         self._peers[peer.identity] = peer
         self.counters.welcomed += 1
         if answer.notice:
@@ -393,6 +391,11 @@ class CacheService:
         def then(now: float) -> None:
             retrieved = task.finish(now)
             reply, payload = reply_of_objects(retrieved.objects, retrieved.miss)
+            most, total = self._terms.limits.max_payload_bytes, payload_bytes(payload)
+            if total > most:
+                raise RemoteProtocolError(
+                    ErrorCode.TOO_LARGE, f"payload: got {total} bytes, wanted at most {most}; name fewer chunks at once"
+                )
             self._reply(peer, request, reply, now, payload)
 
         self._run(peer, request, [task], then, now)
@@ -524,7 +527,7 @@ class CacheService:
         self.counters.failed += 1
         code = getattr(error, "error_code", ErrorCode.INTERNAL)
         if isinstance(error, LocalProtocolError) and code is ErrorCode.INTERNAL:
-            code = ErrorCode.TOO_LARGE if "payload" in str(error) else ErrorCode.MALFORMED
+            code = ErrorCode.MALFORMED
         text = str(error) if isinstance(error, ProtocolError) else "the server failed; nothing was served"
         if not isinstance(error, ProtocolError):
             log.error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -291,6 +291,19 @@ def test_bounds_are_answered_as_such() -> None:
     assert (0, 0, 1) == _counts(declined.store(keys(), [b"x" * 10_000]))
 
 
+def test_a_retrieve_beyond_the_payload_limit_says_so() -> None:
+    """It is TOO_LARGE, so that the client asks for fewer chunks, and fewer are served."""
+    client = Harness(limits=Limits(max_payload_bytes=2000)).client()
+    whole = [b"a" * 900, b"b" * 900, b"c" * 900]
+    client.store(keys(), whole[:2])
+    client.store(keys(), whole[2:], session="rest", first=2)
+    hit = client.lookup(keys(), session="read")
+    assert 3 == hit.hit_chunks
+    assert ErrorCode.TOO_LARGE == code_of(client.retrieve(hit.lease, 3))
+    assert whole[:2] == client.retrieve(hit.lease, 2)
+    assert whole[2:] == client.retrieve(hit.lease, 1, first=2)
+
+
 def test_clear_forgets_what_is_not_leased() -> None:
     """Clear reports what went; leased chunks stay and are still served."""
     harness = Harness()
