@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from compat import (
     mm_hash_to_token_values,
 )
 from compat.deprecations import deprecated
+from keying import KeySpace
 
 
 def _line() -> int:
@@ -54,6 +56,33 @@ def test_apply_warns_once_at_the_callers_line() -> None:
         line = _line() + 1
         compat.apply_mm_hashes_to_token_ids(torch.zeros(4, dtype=torch.int64), ["a"], [Span()])
     assert [(ExtraKeysDeprecationWarning, __file__, line)] == [(w.category, w.filename, w.lineno) for w in caught]
+
+
+def test_old_argument_shapes_work_with_a_warning_or_are_refused_by_type() -> None:
+    """L4: producers take LMCache's arguments by place and by name; a database built as LMCache's is a typed error."""
+    import torch
+
+    span = SimpleNamespace(offset=1, length=2)
+    with pytest.warns(ExtraKeysDeprecationWarning):
+        values = mm_hash_to_token_values("img-A", 2)
+    with pytest.warns(ExtraKeysDeprecationWarning):
+        assert mm_hash_to_token_values(identifier="img-A", length=2) == values
+    for hashes, spans in [(["img-A"], [span]), (("img-A",), (span,))]:
+        prompt = torch.zeros(4, dtype=torch.int64)
+        with pytest.warns(ExtraKeysDeprecationWarning):
+            compat.apply_mm_hashes_to_token_ids(token_ids=prompt, mm_hashes=hashes, mm_positions=spans)
+        assert prompt.tolist() == [0, *values, 0]
+    config, metadata = SimpleNamespace(chunk_size=256), SimpleNamespace(model_name="org/model")
+    for build in (
+        lambda: compat.ChunkedTokenDatabase(config),  # type: ignore[arg-type]
+        lambda: compat.ChunkedTokenDatabase(config, metadata),  # type: ignore[arg-type, call-arg]
+        lambda: compat.ChunkedTokenDatabase(config=config, metadata=metadata),  # type: ignore[call-arg]
+        lambda: compat.SegmentTokenDatabase(config, metadata),  # type: ignore[arg-type, call-arg]
+    ):
+        with pytest.raises(TypeError):
+            build()
+    space = KeySpace("org/model", chunk_size=256, kv_dtype="bfloat16")
+    assert compat.ChunkedTokenDatabase(space).chunk_size == 256
 
 
 def test_it_warns_also_when_the_call_is_refused() -> None:
