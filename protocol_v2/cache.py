@@ -21,48 +21,41 @@ range that is really there, which is all of it unless files were damaged or the 
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from keying import DIGEST_SIZE
-from protocol_v2.codes import ErrorCode, MissReason
-from protocol_v2.durable import DiskRead, DurableSide
 from protocol_v2.errors import ProtocolError
-from protocol_v2.faults import Faults
 from protocol_v2.leases import LeaseScopeError, LeaseTable, LeaseTableFullError, LeaseUnknownError
 from protocol_v2.outcomes import CacheStatus, Cleared, Hit, Prefetch, Retrieved, StoreOutcome, TierStatus
-from protocol_v2.presence import DISK, MEMORY, Presence
+from protocol_v2.places.disk import DiskPlace
+from protocol_v2.places.faults import Faults
+from protocol_v2.places.flow import CacheBusyError, Flow
+from protocol_v2.places.memory import MemoryPlace
+from protocol_v2.places.presence import DISK, MEMORY, Presence
+from protocol_v2.places.reading import Reader
 from protocol_v2.sessions import SESSION_TTL, SessionTable
-from protocol_v2.storage.envelope import encoded_size
-from protocol_v2.storage.errors import EnvelopeError, ObjectMissError, StorageValueError
+from protocol_v2.storage.errors import StorageValueError
 from protocol_v2.storage.names import MAX_GROUP, MAX_WORLD, ObjectId, Shard, checked_digest
 from protocol_v2.storage.objects import NO_PARENT
 from protocol_v2.storage.schema import schema_fault
 from protocol_v2.tiers.base import TierError, TierFullError
-from protocol_v2.tiers.layout import charge_of
-from protocol_v2.tiers.memory import MemoryTier
-from protocol_v2.work import Done, Ran, Task, blocking, failed, immediate
+from protocol_v2.work import Done, Ran, Task, failed, immediate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from keying import KeySpace
+    from protocol_v2.codes import MissReason
     from protocol_v2.leases import Lease
+    from protocol_v2.places.base import Place, Source
     from protocol_v2.storage.names import ChunkId
     from protocol_v2.storage.objects import StoredObject
     from protocol_v2.tiers.disk import DiskTier
-    from protocol_v2.tiers.residency import Residency, Resident
+    from protocol_v2.tiers.residency import Residency
 
-_DESCRIBED: Final = 4096
-"""Spaces remembered as described."""
-
-
-class CacheBusyError(ProtocolError):
-    """Too many bytes are under way; retry when some of it is done."""
-
-    error_code = ErrorCode.BUSY
-    retriable = True
+__all__ = ["CacheBusyError", "CacheLimits", "ChunkCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +104,19 @@ class ChunkCache:
         self._presence = Presence()
         self._leases = LeaseTable(new_lease_id)
         self._sessions = SessionTable(ttl=self._limits.session_ttl)
-        self._memory = MemoryTier(memory_budget, protected=self._leases.is_held, evicted=self._leave_memory)
-        self._disk = DurableSide(disk, self._presence, self._leases.is_held) if disk is not None else None
-        self._pending = 0
-        self._prefetching: set[ChunkId] = set()
-        self._described: OrderedDict[bytes, None] = OrderedDict()
+        self._flow = Flow(self._limits.max_pending)
         self._faults = Faults(self._limits.max_faults)
+        self._memory = MemoryPlace(memory_budget, self._presence, self._leases.is_held)
+        self._disk = DiskPlace(disk, self._presence, self._leases.is_held) if disk is not None else None
+        sources: list[Source] = [] if self._disk is None else [self._disk]
+        self._places: tuple[Place, ...] = (self._memory, *sources)
+        self._reader = Reader(self._memory, sources, keep=self._keep_in_memory, faults=self._faults, flow=self._flow)
+        self._prefetching: set[ChunkId] = set()
         self._next_flush = 0.0
+        self._closed = False
         self._hits = 0
         self._misses: Counter[MissReason] = Counter()
-        self._retrieved: Counter[str] = Counter()
-        self._undelivered: Counter[MissReason] = Counter()
         self._stored: Counter[StoreOutcome] = Counter()
-        self._set_aside: Counter[MissReason] = Counter()
         self._foreign_schemas: dict[int, int] = {}
 
     # ---- start and end
@@ -144,7 +137,7 @@ class ChunkCache:
             return 0
         scan = self._disk.load(progress, self._limits.max_faults)
         for name, reason in scan.aside:
-            self._set_aside[reason] += 1
+            self._reader.set_aside[reason] += 1
             if name is not None:
                 self._faults.note(name, reason)
         for name, schema in scan.elsewhere:
@@ -161,37 +154,14 @@ class ChunkCache:
         The cache takes no calls afterwards; a second close does nothing.
         """
         self._expire(now)
-        disk, self._disk = self._disk, None
-        if disk is None:
+        if self._closed:
             return immediate(None)
-        flush = disk.flush_uses() or immediate(None)
-
-        def work() -> None:
-            flush.run()
-            disk.tier.close()
-
-        def settle(ran: Ran[None], now: float) -> None:
-            if not isinstance(ran, Done):
-                raise ran.error
-            flush.finish(now)
-
-        return blocking(work, settle)
+        self._closed = True
+        return immediate(None) if self._disk is None else self._disk.close()
 
     def describe(self, space: KeySpace) -> Task[None]:
         """Write the description of a space beside its objects, unless that was done. The task raises `TierError`."""
-        disk, root = self._disk, space.root
-        if disk is None or root in self._described:
-            return immediate(None)
-
-        def settle(ran: Ran[None], _now: float) -> None:
-            if not isinstance(ran, Done):
-                disk.failed += isinstance(ran.error, TierError)
-                raise ran.error
-            self._described[root] = None
-            if len(self._described) > _DESCRIBED:
-                self._described.popitem(last=False)
-
-        return blocking(lambda: disk.tier.describe(space), settle)
+        return immediate(None) if self._disk is None else self._disk.describe(space)
 
     # ---- the keyed calls
 
@@ -309,7 +279,7 @@ class ChunkCache:
         chunks = standing.chunks[start:stop]
         if starts is not None and len(starts) != len(chunks):
             raise LeaseScopeError(f"retrieve: got {len(starts)} starts for {len(chunks)} chunks, wanted one for each")
-        return self._read([ObjectId(*chunk, shard) for chunk in chunks], starts)
+        return self._reader.read([ObjectId(*chunk, shard) for chunk in chunks], starts)
 
     def release(
         self, lease: bytes, *, start: int = 0, stop: int | None = None, shard: Shard | None = None, now: float
@@ -397,7 +367,8 @@ class ChunkCache:
         tasks: list[Task[bool]] = []
         room = self._memory.residency.budget
         for chunk in found:
-            room -= self._charge_in_memory(chunk)
+            # what it takes or would take, roughly: files are a little larger than objects
+            room -= next(filter(None, (place.charge(chunk) for place in self._places)), 0)
             if self._presence.all_in(chunk, world, groups, MEMORY):
                 resident += leading
                 continue
@@ -443,26 +414,15 @@ class ChunkCache:
         """
         self._expire(now)
         objects: set[ObjectId] = set()
-        size = kept = 0
-        for resident in list(self._memory.residency):
-            if root is not None and resident.id[0] != root:
-                continue
-            if self._leases.is_held(resident.id):
-                continue
-            self._memory.residency.remove(resident.id)
-            self._leave_memory(resident)
-            objects.update(ObjectId(*resident.id, shard) for shard in resident.shards)
-            size += resident.size
+        size = 0
         removal: Task[None] | None = None
-        if self._disk is not None:
-            on_disk, disk_size, removal = self._disk.clear(root)
-            objects.update(on_disk)
-            size += disk_size
-        kept = self._presence.count(root)
-        cleared = Cleared(len(objects), size, kept)
-        if removal is None:
-            return immediate(cleared)
-        return removal.then(lambda _: cleared)
+        for place in self._places:
+            forgotten = place.forget(root)
+            objects.update(forgotten.objects)
+            size += forgotten.size
+            removal = forgotten.removal or removal
+        cleared = Cleared(len(objects), size, kept=self._presence.count(root))
+        return immediate(cleared) if removal is None else removal.then(lambda _: cleared)
 
     # ---- upkeep
 
@@ -488,17 +448,17 @@ class ChunkCache:
             disk=None if disk is None else _tier_status(disk.residency),
             hits=self._hits,
             misses=dict(self._misses),
-            retrieved=dict(self._retrieved),
-            undelivered=dict(self._undelivered),
+            retrieved=dict(self._reader.retrieved),
+            undelivered=dict(self._reader.undelivered),
             stored=dict(self._stored),
             failed=0 if disk is None else disk.failed,
-            set_aside=dict(self._set_aside),
+            set_aside=dict(self._reader.set_aside),
             quarantine=0 if disk is None else disk.tier.quarantine,
             leases=len(self._leases),
             held=self._leases.held,
             lapsed=self._leases.lapsed,
             sessions=len(self._sessions),
-            pending=self._pending,
+            pending=self._flow.size,
             foreign_schemas=dict(self._foreign_schemas),
         )
 
@@ -509,26 +469,18 @@ class ChunkCache:
 
     def _offer(self, chunks: Sequence[ChunkId]) -> None:
         """Chunks that a lease held and holds no more: they may go, unless another lease holds them."""
-        self._memory.residency.offer(chunks)
-        if self._disk is not None:
-            self._disk.residency.offer(chunks)
+        for place in self._places:
+            place.offer(chunks)
 
     def _touch(self, chunks: Sequence[ChunkId]) -> None:
-        self._memory.residency.touch(chunks)
-        if self._disk is not None:
-            self._disk.residency.touch(chunks)
-
-    def _leave_memory(self, resident: Resident[StoredObject]) -> None:
-        self._presence.discard(resident.id, resident.shards, MEMORY)
+        for place in self._places:
+            place.touch(chunks)
 
     def _keep_in_memory(self, obj: StoredObject) -> bool:
-        try:
-            self._memory.put(obj)
-        except TierFullError:
-            return False
-        self._presence.add(obj.id.chunk, obj.id.shard, MEMORY)
-        self._faults.forget(obj.id.chunk)
-        return True
+        kept = self._memory.keep(obj)
+        if kept:
+            self._faults.forget(obj.id.chunk)
+        return kept
 
     def _check_lookup(self, root: bytes, keys: Sequence[bytes], world: int, groups: int) -> None:
         _check_keys(root, keys)
@@ -561,26 +513,26 @@ class ChunkCache:
         """Whether an object can be kept without anything going."""
         if self._disk is None:
             return self._memory.residency.fits(obj.charge)
-        return self._disk.residency.fits(charge_of(encoded_size(obj.envelope)))
+        return self._disk.fits(obj)
 
     def _stored_as(self, outcome: StoreOutcome) -> Task[StoreOutcome]:
         self._stored[outcome] += 1
         return immediate(outcome)
 
-    def _store_durably(self, obj: StoredObject, disk: DurableSide) -> Task[StoreOutcome]:
+    def _store_durably(self, obj: StoredObject, disk: DiskPlace) -> Task[StoreOutcome]:
         size = obj.envelope.payload_size
-        if self._pending and self._pending + size > self._limits.max_pending:
-            return failed(
-                CacheBusyError(f"store: {self._pending} bytes are under way, of at most {self._limits.max_pending}")
-            )
+        try:
+            self._flow.take(size, "store")
+        except CacheBusyError as error:
+            return failed(error)
         try:
             write = disk.write(obj)
         except TierFullError:
+            self._flow.give_back(size)
             return self._stored_as(StoreOutcome.DECLINED)
-        self._pending += size
 
         def settle(ran: Ran[None], _now: float) -> StoreOutcome:
-            self._pending -= size
+            self._flow.give_back(size)
             if not isinstance(ran, Done):
                 if isinstance(ran.error, TierError):
                     self._keep_in_memory(obj)
@@ -593,119 +545,18 @@ class ChunkCache:
 
         return write.after(settle)
 
-    def _read(self, wanted: list[ObjectId], starts: Sequence[int] | None) -> Task[Retrieved]:
-        """The objects, from wherever they are, as far as they are there."""
-        plan: list[StoredObject | DiskRead] = []
-        for one in wanted:
-            held = self._memory.find(one) or self._plan_read(one)
-            if held is None:
-                break
-            plan.append(held)
-        missing = None if len(plan) == len(wanted) else self._faults.reason(wanted[len(plan)].chunk)
-        reads = [one for one in plan if isinstance(one, DiskRead)]
-        if not reads:
-            objects = [one for one in plan if not isinstance(one, DiskRead)]
-            return immediate(self._deliver(objects, missing, starts, 0))
-
-        def settle(_: None) -> Retrieved:
-            objects: list[StoredObject] = []
-            miss, from_disk = missing, 0
-            for one in plan:
-                if not isinstance(one, DiskRead):
-                    objects.append(one)
-                    continue
-                found = self._settle_read(one)
-                if not isinstance(found, MissReason):
-                    objects.append(found)
-                    from_disk += 1
-                    continue
-                miss = found
-                break
-            return self._deliver(objects, miss, starts, from_disk)
-
-        return self._reading(reads).then(settle)
-
-    def _deliver(
-        self, objects: list[StoredObject], miss: MissReason | None, starts: Sequence[int] | None, from_disk: int
-    ) -> Retrieved:
-        for place, start in enumerate(starts or ()):
-            if place < len(objects) and objects[place].envelope.start != start:
-                del objects[place:]
-                miss = MissReason.IDENTITY_MISMATCH
-                break
-        if miss is not None:
-            self._undelivered[miss] += 1
-        from_disk = min(from_disk, len(objects))
-        self._retrieved["disk"] += from_disk
-        self._retrieved["memory"] += len(objects) - from_disk
-        return Retrieved(tuple(objects), miss)
-
-    def _plan_read(self, wanted: ObjectId) -> DiskRead | None:
-        return None if self._disk is None else self._disk.plan_read(wanted)
-
-    def _reading(self, reads: list[DiskRead]) -> Task[None]:
-        """Read from disk, in order, up to the first that fails."""
-        size = sum(read.charge for read in reads)
-        if self._pending and self._pending + size > self._limits.max_pending:
-            raise CacheBusyError(f"read: {self._pending} bytes are under way, of at most {self._limits.max_pending}")
-        self._pending += size
-
-        def work() -> None:
-            for read in reads:
-                if not read.run():
-                    break
-
-        def settle(ran: Ran[None], _now: float) -> None:
-            self._pending -= size
-            if not isinstance(ran, Done):
-                raise ran.error
-
-        return blocking(work, settle)
-
-    def _settle_read(self, read: DiskRead) -> StoredObject | MissReason:
-        """What a read found, in memory from now on if there is room and it was not cleared meanwhile."""
-        wanted, error = read.wanted, read.error
-        if read.found is not None:
-            if self._memory.find(wanted) is None and read.disk.turn(wanted.chunk, wanted.shard) is not None:
-                self._keep_in_memory(read.found)
-            return read.found
-        if isinstance(error, ObjectMissError):
-            if read.disk.drop(wanted, read.turn) and isinstance(error, EnvelopeError):
-                self._set_aside[error.reason] += 1
-                self._faults.note(wanted.name, error.reason)
-            return error.reason
-        read.disk.failed += 1
-        return MissReason.ABSENT
-
     def _prefetch_chunk(self, chunk: ChunkId, world: int, groups: int) -> Task[bool]:
-        reads = []
-        for group in range(groups):
-            for rank in range(world):
-                wanted = ObjectId(*chunk, Shard(world, rank, group))
-                read = None if self._memory.contains(wanted) else self._plan_read(wanted)
-                if read is not None:
-                    reads.append(read)
-        reading = self._reading(reads)
+        shards = (Shard(world, rank, group) for group in range(groups) for rank in range(world))
+        pulling = self._reader.pull([ObjectId(*chunk, shard) for shard in shards])
         self._prefetching.add(chunk)
 
         def settle(ran: Ran[None], _now: float) -> bool:
             self._prefetching.discard(chunk)
             if not isinstance(ran, Done):
                 raise ran.error
-            for read in reads:
-                if isinstance(self._settle_read(read), MissReason):
-                    break
             return self._presence.all_in(chunk, world, groups, MEMORY)
 
-        return reading.after(settle)
-
-    def _charge_in_memory(self, chunk: ChunkId) -> int:
-        """What a chunk takes or would take, roughly: files are a little larger than objects."""
-        resident = self._memory.residency.find(chunk)
-        if resident is None and self._disk is not None:
-            on_disk = self._disk.residency.find(chunk)
-            return on_disk.size if on_disk is not None else 0
-        return resident.size if resident is not None else 0
+        return pulling.after(settle)
 
 
 def _check_keys(root: bytes, keys: Sequence[bytes]) -> None:

@@ -30,10 +30,10 @@ from hypothesis.stateful import (
 
 from protocol_v2.cache import CacheBusyError, ChunkCache
 from protocol_v2.codes import MissReason
-from protocol_v2.durable import DurableSide
 from protocol_v2.leases import LeaseTable, LeaseUnknownError
 from protocol_v2.outcomes import Retrieved, StoreOutcome
-from protocol_v2.presence import DISK, MEMORY
+from protocol_v2.places.disk import DiskPlace
+from protocol_v2.places.presence import DISK, MEMORY
 from protocol_v2.storage import ObjectId, Shard, StoredObject
 from protocol_v2.storage.objects import split_payload
 from protocol_v2.tiers import DiskTier, MemoryTier, Residency, TierError, scan
@@ -120,7 +120,7 @@ class Model(RuleBasedStateMachine):
         self.evicted = self.disk.residency.evicted
 
     @property
-    def disk(self) -> DurableSide:
+    def disk(self) -> DiskPlace:
         """The loop's half of the disk tier."""
         disk = self.cache._disk
         assert disk is not None
@@ -449,7 +449,7 @@ def forget_leases(patched: pytest.MonkeyPatch) -> None:
 
 def forget_to_put_back(patched: pytest.MonkeyPatch) -> None:
     """What a failed removal left is not indexed again."""
-    patched.setattr(DurableSide, "_put_back", lambda _self, _victims, _removal: 0)
+    patched.setattr(DiskPlace, "_put_back", lambda _self, _victims, _removal: 0)
 
 
 def trust_payloads(patched: pytest.MonkeyPatch) -> None:
@@ -464,7 +464,7 @@ def open_unverified(header: Header, payload: bytes | memoryview) -> StoredObject
 
 def forget_overtaken(patched: pytest.MonkeyPatch) -> None:
     """Files whose write a clear overtook are not removed."""
-    patched.setattr(DurableSide, "_note_stray", lambda _self, _wanted: None)
+    patched.setattr(DiskPlace, "_note_stray", lambda _self, _wanted: None)
 
 
 def mix_up_shards(patched: pytest.MonkeyPatch) -> None:

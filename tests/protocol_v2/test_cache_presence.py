@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol_v2.presence import DISK, MEMORY, Presence
+from protocol_v2.places.presence import DISK, MEMORY, Presence
 from protocol_v2.storage import Shard
 from tests.protocol_v2.storage_samples import ALONE, OTHER_ROOT, ROOT, chain
 

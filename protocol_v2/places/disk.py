@@ -1,4 +1,4 @@
-"""`DurableSide`: the loop's half of the disk tier: what is on disk, what is being written, what has to go.
+"""`DiskPlace`: the loop's half of the disk tier: what is on disk, what is being written, what has to go.
 
 Theory of operation
 -------------------
@@ -16,27 +16,33 @@ what it left back into the index, so nothing that is still there is lost.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Final
 
-from protocol_v2.presence import DISK
+from protocol_v2.places.base import Forgotten, Read
+from protocol_v2.places.presence import DISK
 from protocol_v2.storage.envelope import encoded_size
 from protocol_v2.storage.errors import ObjectMissError
 from protocol_v2.storage.names import ObjectId
 from protocol_v2.tiers.base import TierError
 from protocol_v2.tiers.layout import charge_of
 from protocol_v2.tiers.residency import Residency
-from protocol_v2.work import Done, Ran, Task, TaskCancelledError, blocking
+from protocol_v2.work import Done, Ran, Task, TaskCancelledError, blocking, immediate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from protocol_v2.presence import Presence
+    from keying import KeySpace
+    from protocol_v2.places.presence import Presence
     from protocol_v2.storage.names import ChunkId, Shard
     from protocol_v2.storage.objects import StoredObject
     from protocol_v2.tiers.disk import DiskTier, Removal, Written
     from protocol_v2.tiers.residency import Resident
     from protocol_v2.tiers.scan import Scan
+
+
+_DESCRIBED: Final = 4096
+"""Spaces remembered as described."""
 
 
 class _Write:
@@ -49,7 +55,7 @@ class _Write:
         """Cleared before it was done: what it writes is not wanted."""
 
 
-class DurableSide:
+class DiskPlace:
     """The index over a disk tier. Belongs to the loop.
 
     Args:
@@ -57,6 +63,8 @@ class DurableSide:
         presence: told what is on disk.
         is_held: whether a chunk is leased.
     """
+
+    name = "disk"
 
     def __init__(self, tier: DiskTier, presence: Presence, is_held: Callable[[ChunkId], bool]) -> None:
         self.tier = tier
@@ -66,6 +74,7 @@ class DurableSide:
         self._writing: Counter[ChunkId] = Counter()
         self._guarded: Counter[ChunkId] = Counter()
         self._strays: dict[ObjectId, None] = {}
+        self._described: OrderedDict[bytes, None] = OrderedDict()
         self.residency: Residency[int] = Residency(tier.budget, self._is_protected, track_uses=True)
         self.failed = 0
         """Operations of the tier that failed."""
@@ -93,11 +102,57 @@ class DurableSide:
         """Whether some shard of a chunk is being written."""
         return chunk in self._writing
 
-    def plan_read(self, wanted: ObjectId) -> DiskRead | None:
+    def fits(self, obj: StoredObject) -> bool:
+        """Whether an object can be kept without anything going."""
+        return self.residency.fits(charge_of(encoded_size(obj.envelope)))
+
+    def charge(self, chunk: ChunkId) -> int:
+        """Bytes that a chunk is charged with; 0 if it is not here."""
+        resident = self.residency.find(chunk)
+        return resident.size if resident is not None else 0
+
+    def touch(self, chunks: Sequence[ChunkId]) -> None:
+        """A prefix was used: its chunks in prompt order."""
+        self.residency.touch(chunks)
+
+    def offer(self, chunks: Sequence[ChunkId]) -> None:
+        """These may not be leased any more."""
+        self.residency.offer(chunks)
+
+    def describe(self, space: KeySpace) -> Task[None]:
+        """Write the description of a space beside its objects, unless that was done. The task raises `TierError`."""
+        root = space.root
+        if root in self._described:
+            return immediate(None)
+
+        def settle(ran: Ran[None], _now: float) -> None:
+            if not isinstance(ran, Done):
+                self.failed += isinstance(ran.error, TierError)
+                raise ran.error
+            self._described[root] = None
+            if len(self._described) > _DESCRIBED:
+                self._described.popitem(last=False)
+
+        return blocking(lambda: self.tier.describe(space), settle)
+
+    def plan_read(self, wanted: ObjectId) -> Read | None:
         """A read of an object, if it is on disk."""
         resident = self.residency.find(wanted.chunk)
         held = resident.shards.get(wanted.shard) if resident is not None else None
-        return DiskRead(self, wanted, turn=held[1], charge=held[0]) if held is not None else None
+        return Read(self, wanted, turn=held[1], charge=held[0]) if held is not None else None
+
+    def fetch(self, reads: Sequence[Read]) -> None:
+        """Read in order, up to the first that is not there. Blocks; in any thread."""
+        for read in reads:
+            try:
+                read.found = self.tier.get(read.wanted)
+            except (ObjectMissError, TierError) as error:
+                read.error = error
+                break
+
+    def wants_kept(self, read: Read) -> bool:
+        """Whether the object is still on disk: it was not cleared since the read was planned."""
+        return self.turn(read.wanted.chunk, read.wanted.shard) is not None
 
     def write(self, obj: StoredObject) -> Task[None]:
         """Plan to write an object: room is made now, the rest is the task's. The task raises `TierError`.
@@ -132,16 +187,17 @@ class DurableSide:
 
         return blocking(work, settle)
 
-    def drop(self, wanted: ObjectId, turn: int) -> bool:
+    def drop(self, read: Read) -> bool:
         """Take a shard out of the index, if it is still the one that was read; the file is somebody else's business."""
-        if self.turn(wanted.chunk, wanted.shard) != turn:
+        wanted = read.wanted
+        if self.turn(wanted.chunk, wanted.shard) != read.turn:
             return False
         self.residency.remove_shard(wanted.chunk, wanted.shard)
         self._presence.discard(wanted.chunk, [wanted.shard], DISK)
         return True
 
-    def clear(self, root: bytes | None) -> tuple[list[ObjectId], int, Task[None] | None]:
-        """Forget what is not leased: the objects, their charge, and the task that removes files (None: no files)."""
+    def forget(self, root: bytes | None) -> Forgotten:
+        """Forget what is not leased, of one space or all."""
         for wanted, writes in self._writes.items():
             if (root is None or wanted.root == root) and not self._is_held(wanted.chunk):
                 for write in writes:
@@ -158,7 +214,7 @@ class DurableSide:
         size = sum(resident.size for resident in victims)
         free = [one for one in objects if one not in self._writes]  # the others are strays when their write is done
         if not free:
-            return objects, size, None
+            return Forgotten(objects, size, None)
         removal = self.tier.doom(free)
 
         def settle(ran: Ran[None], _now: float) -> None:
@@ -168,7 +224,7 @@ class DurableSide:
             self.failed += isinstance(ran.error, TierError)
             raise ran.error
 
-        return objects, size, blocking(removal.run, settle)
+        return Forgotten(objects, size, blocking(removal.run, settle))
 
     def maintain(self) -> Task[None] | None:
         """Remove strays."""
@@ -202,6 +258,21 @@ class DurableSide:
                 self.failed += 1  # the order of eviction suffers, nothing else
 
         return blocking(lambda: self.tier.touch(uses), settle)
+
+    def close(self) -> Task[None]:
+        """Record the last uses and let the folder go."""
+        flush = self.flush_uses() or immediate(None)
+
+        def work() -> None:
+            flush.run()
+            self.tier.close()
+
+        def settle(ran: Ran[None], now: float) -> None:
+            if not isinstance(ran, Done):
+                raise ran.error
+            flush.finish(now)
+
+        return blocking(work, settle)
 
     def _is_protected(self, chunk: ChunkId) -> bool:
         return chunk in self._guarded or self._is_held(chunk)
@@ -261,36 +332,6 @@ class DurableSide:
         """A file of this name may be there that nobody wants, unless it is indexed or written by now."""
         if self.turn(wanted.chunk, wanted.shard) is None:
             self._strays[wanted] = None
-
-
-class DiskRead:
-    """One object to be read: planned on the loop, run in a thread, settled on the loop.
-
-    Attributes:
-        wanted: which object.
-        turn: which write it came from when the read was planned.
-        charge: bytes of the file.
-        found: the object, once it was read.
-        error: why it was not.
-    """
-
-    __slots__ = ("charge", "disk", "error", "found", "turn", "wanted")
-
-    def __init__(self, disk: DurableSide, wanted: ObjectId, turn: int, charge: int) -> None:
-        self.disk = disk
-        self.wanted = wanted
-        self.turn = turn
-        self.charge = charge
-        self.found: StoredObject | None = None
-        self.error: ObjectMissError | TierError | None = None
-
-    def run(self) -> bool:
-        """Read; whether the object is there."""
-        try:
-            self.found = self.disk.tier.get(self.wanted)
-        except (ObjectMissError, TierError) as error:
-            self.error = error
-        return self.found is not None
 
 
 def _count_down(counts: Counter[ChunkId], chunk: ChunkId) -> None:

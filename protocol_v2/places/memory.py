@@ -1,0 +1,82 @@
+"""`MemoryPlace`: what is in memory, and that lookups see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol_v2.places.base import Forgotten
+from protocol_v2.places.presence import MEMORY
+from protocol_v2.storage.names import ObjectId
+from protocol_v2.tiers.base import TierFullError
+from protocol_v2.tiers.memory import MemoryTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from protocol_v2.places.presence import Presence
+    from protocol_v2.storage.names import ChunkId
+    from protocol_v2.storage.objects import StoredObject
+    from protocol_v2.tiers.residency import Residency, Resident
+
+
+class MemoryPlace:
+    """The memory tier. Belongs to the loop.
+
+    Args:
+        budget: bytes.
+        presence: told what is in memory.
+        is_held: whether a chunk is leased.
+    """
+
+    name = "memory"
+
+    def __init__(self, budget: int, presence: Presence, is_held: Callable[[ChunkId], bool]) -> None:
+        self._presence = presence
+        self._is_held = is_held
+        self._tier = MemoryTier(budget, protected=is_held, evicted=self._leave)
+
+    @property
+    def residency(self) -> Residency[StoredObject]:
+        """The chunks in memory."""
+        return self._tier.residency
+
+    def find(self, wanted: ObjectId) -> StoredObject | None:
+        """The object, or None."""
+        return self._tier.find(wanted)
+
+    def keep(self, obj: StoredObject) -> bool:
+        """Keep an object, if there is room; whether there was."""
+        try:
+            self._tier.put(obj)
+        except TierFullError:
+            return False
+        self._presence.add(obj.id.chunk, obj.id.shard, MEMORY)
+        return True
+
+    def charge(self, chunk: ChunkId) -> int:
+        """Bytes that a chunk is charged with; 0 if it is not here."""
+        resident = self.residency.find(chunk)
+        return resident.size if resident is not None else 0
+
+    def touch(self, chunks: Sequence[ChunkId]) -> None:
+        """A prefix was used: its chunks in prompt order."""
+        self.residency.touch(chunks)
+
+    def offer(self, chunks: Sequence[ChunkId]) -> None:
+        """These may not be leased any more."""
+        self.residency.offer(chunks)
+
+    def forget(self, root: bytes | None) -> Forgotten:
+        """Forget what is not leased, of one space or all."""
+        objects: list[ObjectId] = []
+        size = 0
+        for resident in list(self.residency):
+            if (root is None or resident.id[0] == root) and not self._is_held(resident.id):
+                self.residency.remove(resident.id)
+                self._leave(resident)
+                objects += [ObjectId(*resident.id, shard) for shard in resident.shards]
+                size += resident.size
+        return Forgotten(objects, size, None)
+
+    def _leave(self, resident: Resident[StoredObject]) -> None:
+        self._presence.discard(resident.id, resident.shards, MEMORY)
