@@ -9,6 +9,9 @@ from typing import Any, Self
 from protocol_v2.client import CacheClient
 from protocol_v2.errors import ProtocolError
 
+STARTING = 120.0
+"""Seconds that a server has to start or to stop; it takes less than one on an idle machine."""
+
 
 class Server:
     """A cache server in memory.
@@ -30,7 +33,7 @@ class Server:
         command = [str(Path(sys.executable).parent / "extra-keys"), "serve", "--listen", self.address, *tier]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        ends = time.monotonic() + 20
+        ends = time.monotonic() + STARTING
         while True:
             try:
                 self.facts()
@@ -51,7 +54,7 @@ class Server:
         """In order."""
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(30)
+            self._process.wait(STARTING)
 
     def facts(self) -> dict[str, Any]:
         """Its status."""
@@ -59,7 +62,7 @@ class Server:
             client.wait_ready(10)
             return client.status()
 
-    def left_over(self, timeout: float = 10.0) -> tuple[int, int]:
+    def left_over(self, timeout: float = 60.0) -> tuple[int, int]:
         """Leases and sessions that stand when they have had time to end; both 0 if all is given back."""
         ends = time.monotonic() + timeout
         while True:

@@ -16,6 +16,10 @@ CHUNK = 64
 """Chunk size where a test does not say another: two blocks of the engine."""
 
 
+PATIENT: dict[str, Any] = {"wait_for_store": True, "lookup_timeout": 30, "load_timeout": 60, "store_timeout": 60}
+"""Settings with which no answer comes too late on a busy machine: a test that wants one to be late says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What came of requests.
@@ -101,7 +105,7 @@ class Engines:
         self.hosts[process].call(
             "open",
             model=str(self.folder / model),
-            settings={"address": address or self.address, "chunk_size": CHUNK, "wait_for_store": True, **settings},
+            settings={"address": address or self.address, "chunk_size": CHUNK, **PATIENT, **settings},
             connector=connector,
             module=module,
             role=role,

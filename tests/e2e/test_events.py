@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, needs_engine]
 
 def heard(folder: Path) -> tuple[KeySpace, list[ChunkStored]]:
     """What a subscriber that comes late hears of our connector."""
-    with EventSubscriber(f"ipc://{folder}/ours", f"ipc://{folder}/ours-again") as subscriber:
+    with EventSubscriber(f"ipc://{folder}/ours", f"ipc://{folder}/ours-again", replay_timeout=60) as subscriber:
         events = subscriber.catch_up()
     space = next(one.space for one in events if isinstance(one, SpaceDescribed))
     return space_from_wire(space), [one for one in events if isinstance(one, ChunkStored)]
@@ -37,7 +37,7 @@ def vllm_events(folder: Path) -> list[Any]:
     try:
         asking.connect(f"ipc://{folder}/theirs-again")
         asking.send_multipart([b"", (0).to_bytes(8, "big")])
-        while asking.poll(10_000):
+        while asking.poll(60_000):
             batch = asking.recv_multipart()[-1]
             if not batch:
                 return [event for event in events if event["type"] == "BlockStored"]

@@ -66,7 +66,7 @@ def test_a_server_that_dies_and_comes_back(engines: Engines, own_server: Server)
     """
     requests: list[Request] = [{"tokens": words(300, f"killed {place}")} for place in range(3)]
     reference = engines.expected("llama", requests)
-    engines.open("first", "llama", address=own_server.address, lookup_timeout=0.5, load_timeout=1.0)
+    engines.open("first", "llama", address=own_server.address, lookup_timeout=2, load_timeout=2, store_timeout=2)
     assert_same(reference[:1], engines.run("first", requests[:1]).answers)
     own_server.kill()
     dead = engines.run("first", requests)
@@ -87,7 +87,7 @@ def test_an_engine_without_a_server_is_a_plain_engine(engines: Engines, folder: 
     """Nobody listens there, from the start to the end."""
     requests: list[Request] = [{"tokens": words(300, f"alone {place}")} for place in range(2)]
     reference = engines.expected("llama", requests)
-    engines.open("first", "llama", address=f"ipc://{folder}/nobody", lookup_timeout=0.2)
+    engines.open("first", "llama", address=f"ipc://{folder}/nobody", lookup_timeout=0.2, store_timeout=0.2)
     run = engines.run("first", [*requests, *requests])
     assert_same([*reference, *reference], run.answers)
     assert [0] * 4 == run.cached
@@ -213,7 +213,7 @@ def test_a_server_that_dies_while_requests_run(engines: Engines, own_server: Ser
             wait([running], timeout=0.3)
             own_server.kill()
             own_server.start()
-        assert_same(reference, running.result(120).answers)
+        assert_same(reference, running.result().answers)
     assert_same(reference, engines.run("first", requests, batch=True).answers)
     assert engines.hosts["first"].call("facts")["standing"] == 0
     assert (0, 0) == own_server.left_over()

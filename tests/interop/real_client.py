@@ -1,25 +1,26 @@
 """The released LMCache's own client in a process of its environment, and a user of it that thinks in prompts."""
 
 import itertools
-import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tests.interop.environment import PYTHON, peer_environment
+from tests.json_process import JsonProcess, JsonProcessError
 
 SCRIPT = Path(__file__).parent / "peer" / "lmcache_client.py"
+
+SECONDS = 180.0
+"""That a call may take, its imports included; operations have shorter limits of their own."""
 
 _numbers = itertools.count(1)
 
 
-class RealClientError(Exception):
+class RealClientError(JsonProcessError):
     """What the client raised, as text."""
 
 
-class RealClient:
+class RealClient(JsonProcess):
     """A process with LMCache's client in it.
 
     Args:
@@ -27,58 +28,10 @@ class RealClient:
         release: one of the older releases; None for 0.5.6.
     """
 
+    error = RealClientError
+
     def __init__(self, log: Path, *, release: str | None = None) -> None:
-        with log.open("ab") as stderr:
-            self._process = subprocess.Popen(
-                [PYTHON, SCRIPT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=peer_environment(release),
-                cwd=log.parent,
-                text=True,
-            )
-        self._log = log
-        self._ready = False
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Call something of the peer script.
-
-        Raises:
-            RealClientError: it raised; the text begins with the type.
-        """
-        if not self._ready:  # imports take seconds: the first call waits for them, not the constructor
-            self._ready = bool(self._read())
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RealClientError(f"the client process ended:\n{self._log.read_text()[-4000:]}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RealClientError(answer["error"])
-        return answer["result"]
-
-    def close(self) -> None:
-        """End the process and wait for it."""
-        self._process.terminate()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(PYTHON, SCRIPT, log, peer_environment(release), seconds=SECONDS)
 
 
 class V1User:

@@ -154,7 +154,7 @@ class EngineHost:
         left = int(engine.get_num_unfinished_requests())
         engine.abort_request(names)
         core = engine.engine_core.engine_core
-        ends = time.monotonic() + 20
+        ends = time.monotonic() + 120
         while core.scheduler.has_requests() and time.monotonic() < ends:
             core.step()
         return left
