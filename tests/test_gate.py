@@ -1,0 +1,98 @@
+"""The gate (`.ci/run`) itself, beside a Makefile that only says what was asked of it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+GATE = Path(__file__).resolve().parents[1] / ".ci" / "run"
+SKIPPED = "###  SKIPPED: "
+MAKEFILE = """
+.PHONY: check test
+check:
+	@echo checked
+test:
+	@echo "tested, e2e=$$EXTRA_KEYS_E2E" && {test}
+.venv-vllm/.installed:
+	{build}
+"""
+BUILDS = "mkdir .venv-vllm && touch $@"
+
+
+def gate(folder: Path, *, build: str, test: str = "true", replaced: tuple[str, str] = ("", "")) -> tuple[int, str]:
+    """Run it in a folder; its exit code and what it printed."""
+    (folder / ".ci").mkdir(exist_ok=True)
+    text = GATE.read_text()
+    assert replaced[0] in text
+    (folder / ".ci" / "run").write_text(text.replace(*replaced) if replaced[0] else text)
+    (folder / "Makefile").write_text(MAKEFILE.format(build=build, test=test))
+    ran = subprocess.run(
+        ["bash", folder / ".ci" / "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        env={"PATH": _path_with_redis(folder), "HOME": str(folder)},
+    )
+    return ran.returncode, ran.stdout
+
+
+def _path_with_redis(folder: Path) -> str:
+    """PATH with a `redis-server` on it, whether this machine has one or not, so that nothing is installed here."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "redis-server").touch(mode=0o755)
+    return f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+
+
+def test_an_engine_that_can_be_built_is_part_of_the_gate(tmp_path: Path) -> None:
+    """Built once, its tests are asked for, and what fails then fails the gate; nothing is skipped."""
+    code, said = gate(tmp_path, build=BUILDS)
+    assert 0 == code
+    assert "checked\ntested, e2e=1\n" in said
+    assert SKIPPED not in said
+    code, said = gate(tmp_path, build="false", test="false")  # it stands: it is not built again
+    assert 0 != code
+    assert "tested, e2e=1\n" in said
+
+
+@pytest.mark.parametrize(
+    ("build", "replaced", "why"),
+    [
+        ("echo no network; false", ("", ""), "ended with 2; its last lines are above"),
+        ("true", ("", ""), "ended with 0"),
+        (BUILDS, ("vllm 6000", "vllm 600000000"), "MiB free, and building .venv-vllm wants 600000000"),
+        ("sleep 50", ("6000 900", "6000 1"), "it took more than 1 s"),
+    ],
+    ids=["fails", "makes nothing", "no room", "too slow"],
+)
+def test_an_engine_that_cannot_be_built_is_skipped_loudly(
+    tmp_path: Path, build: str, replaced: tuple[str, str], why: str
+) -> None:
+    """What is skipped and why stands in a block of its own, and the rest of the gate runs and decides."""
+    code, said = gate(tmp_path, build=build, replaced=replaced)
+    assert 0 == code
+    assert f"{SKIPPED}make e2e" in said
+    assert why in next(line for line in said.splitlines() if line.startswith("###  BECAUSE: "))
+    assert said.endswith("checked\ntested, e2e=\n")
+    assert ("no network" in said) == ("no network" in build)
+    assert 0 != gate(tmp_path, build=build, replaced=replaced, test="false")[0]
+
+
+def test_a_hang_ends_and_fails(tmp_path: Path) -> None:
+    """The gate's own time limit, so that no machine waits for it for ever."""
+    code, said = gate(tmp_path, build="false", test="sleep 50", replaced=("GATE_SECONDS=3000", "GATE_SECONDS=1"))
+    assert 124 == code
+    assert "tested, e2e=\n" in said
+
+
+def test_a_machine_without_redis_says_so(tmp_path: Path) -> None:
+    """Where it can be neither found nor installed: here since the lookup is told to find nothing."""
+    wanted = ("command -v redis-server", "command -v no-such-server")
+    (tmp_path / "bin").mkdir()
+    for name in ("apt-get", "id"):  # not root, and nothing to install it with
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\necho 1000\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    code, said = gate(tmp_path, build=BUILDS, replaced=wanted)
+    assert 0 == code
+    assert f"{SKIPPED}the tests that want a real redis-server" in said
+    assert SKIPPED not in gate(tmp_path, build=BUILDS)[1]
