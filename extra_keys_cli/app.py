@@ -19,6 +19,10 @@ class FsyncChoice(StrEnum):
     RENAME_ONLY = "rename-only"
 
 
+DEFAULT_V1_CHUNK_SIZE = 256
+"""Tokens; LMCache's own default."""
+
+
 app = typer.Typer(
     name="extra-keys",
     help="KV-cache keys that are right: [bold]key = hash(tokens, extra_keys)[/bold].\n\n"
@@ -73,6 +77,24 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    accept_v1: Annotated[
+        bool,
+        typer.Option(
+            "--accept-v1",
+            help="Serve LMCache 0.5.x clients too, unmodified, on the same addresses (engine-driven transfer). Their "
+            "entries are kept apart: neither side can hit the other's. Without it they get no answer but to the "
+            "question what the server can do.",
+        ),
+    ] = False,
+    v1_chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="Tokens of a chunk for v1 clients, who ask for it: what their old server's --chunk-size was.",
+            show_default=str(DEFAULT_V1_CHUNK_SIZE),
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on 127.0.0.1 at this port.")
     ] = None,
@@ -84,6 +106,8 @@ def serve(
     """
     if no_store and store is not None:
         raise typer.BadParameter("--store and --no-store exclude each other")
+    if v1_chunk_size is not None and not accept_v1:
+        raise typer.BadParameter("--v1-chunk-size is for --accept-v1; give both, or neither")
     with explained():
         from extra_keys_cli.key_inputs import read_space
         from extra_keys_cli.serve import ServeOptions
@@ -99,6 +123,7 @@ def serve(
                 fsync=Fsync[fsync.name],
                 workers=workers,
                 spaces=tuple(read_space(path) for path in space or ()),
+                v1_chunk_size=(v1_chunk_size or DEFAULT_V1_CHUNK_SIZE) if accept_v1 else None,
                 metrics_port=metrics_port,
                 quiet=quiet,
             )
@@ -159,7 +184,11 @@ def probe(
 
 @app.command()
 def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
-    """Print what a server says of itself: schemas, tiers, hits and misses by reason, leases, refusals."""
+    """Print what a server says of itself: schemas, tiers, hits and misses by reason, leases, refusals.
+
+    The last lines say how many v2 and v1 (LMCache 0.5.x) clients there still are: a roll-out may go on when no v1
+    client is left.
+    """
     with explained():
         from extra_keys_cli.probe import status as run
 
@@ -239,7 +268,7 @@ def purge(
     with explained():
         from compat.errors import CompatError
         from compat.purge import Criteria
-        from extra_keys_cli.audit import parse_age
+        from extra_keys_cli.ages import parse_age
         from extra_keys_cli.audit import purge as run
         from extra_keys_cli.failures import CommandError
 

@@ -1,14 +1,12 @@
 """``extra-keys audit`` and ``purge``: what a store's folder holds, and retiring a part of it."""
 
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import typer
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,33 +14,12 @@ from rich.table import Table
 from compat.audit import Count, Group, Holding, described_models, folder_names
 from compat.audit import audit as count_names
 from compat.purge import Criteria, Verdict, purge_folder
+from extra_keys_cli.ages import format_age
 from extra_keys_cli.failures import CommandError, stderr, stdout
 from extra_keys_cli.sizes import format_size
 
 T = TypeVar("T")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_AGE = re.compile(r"([0-9]{1,9})([smhdw])\Z", re.ASCII)
 _EVERY = 256  # names between two updates of the progress bar
-
-
-def parse_age(text: str) -> int:
-    """Seconds for texts such as ``30d`` or ``12h``.
-
-    Raises:
-        typer.BadParameter: no age; shown to the user as such.
-    """
-    match = _AGE.match(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text[:40]!r} is no age; write for instance 90s, 30m, 12h, 7d or 2w")
-    return int(match[1]) * _SECONDS[match[2]]
-
-
-def format_age(seconds: float) -> str:
-    """An age for people, in the largest unit that it has one of."""
-    for unit in ("w", "d", "h", "m"):
-        if seconds >= _SECONDS[unit]:
-            return f"{seconds / _SECONDS[unit]:.0f}{unit}"
-    return f"{max(seconds, 0):.0f}s"
 
 
 def audit(folder: Path, *, as_json: bool) -> None:

@@ -1,12 +1,14 @@
 """``extra-keys probe`` and ``status``: what a server speaks, and what it says of itself."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
+from extra_keys_cli.ages import format_age
 from extra_keys_cli.failures import stderr, stdout
 from keying import KeySpace
 from protocol_v2 import CacheClient, ProbeReport
@@ -56,6 +58,24 @@ def status(address: str, timeout: float, *, as_json: bool) -> None:
         group = first
         table.add_row(name, f"{value:,}" if isinstance(value, int) else escape(str(value)))
     stdout.print(table)
+    stdout.print(_who_is_there(facts), highlight=False, soft_wrap=True)
+
+
+def _who_is_there(facts: Mapping[str, Any]) -> str:
+    """How many clients of either protocol there are: what an operator of a roll-out looks for."""
+    v2 = f"v2: sessions {facts.get('server.peers')}, requests {facts.get('service.requests')}"
+    if not facts.get("server.v1_accepted"):
+        return f"{v2}\nv1: not accepted; messages left without an answer {facts.get('service.foreign')}"
+    requests, refused = (
+        sum(count for name, count in facts.items() if name.startswith(prefix))
+        for prefix in ("v1.requests.", "v1.refused.")
+    )
+    last = facts.get("v1.last_request_s")
+    when = "never" if last is None else f"{format_age(last)} ago"
+    return (
+        f"{v2}\nv1: accepted; clients in the last two minutes {facts.get('v1.clients')}, "
+        f"workers {facts.get('v1.workers')}, requests {requests} (refused {refused}), the last one {when}"
+    )
 
 
 def _facts(report: ProbeReport) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from rich.logging import RichHandler
 from rich.progress import Progress
 
+from compat import V1Front
 from extra_keys_cli.failures import stderr, stdout
 from extra_keys_cli.sizes import format_size
 from keying import KeySpace
@@ -41,6 +42,7 @@ class ServeOptions:
         fsync: when data is forced to the disk.
         workers: threads for disk work.
         spaces: the only spaces to serve; empty for any.
+        v1_chunk_size: tokens of a chunk for LMCache 0.5.x clients on the same port; None refuses such clients.
         metrics_port: port on 127.0.0.1 for a Prometheus scraper; None for none.
         quiet: print nothing but warnings and errors.
     """
@@ -52,6 +54,7 @@ class ServeOptions:
     fsync: Fsync
     workers: int
     spaces: tuple[KeySpace, ...]
+    v1_chunk_size: int | None
     metrics_port: int | None
     quiet: bool
 
@@ -73,8 +76,9 @@ def serve(options: ServeOptions) -> None:
         for address in checked_addresses(options.listen):
             if address.startswith("ipc://"):
                 Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache = _loaded_cache(options)
         service = CacheService(
-            _loaded_cache(options),
+            cache,
             ServerTerms(
                 boot_id=os.urandom(BOOT_ID_BYTES),
                 limits=Limits(),
@@ -82,6 +86,7 @@ def serve(options: ServeOptions) -> None:
                 software="extra-keys",
             ),
             started=time.monotonic(),
+            front=None if options.v1_chunk_size is None else V1Front(cache, chunk_size=options.v1_chunk_size),
             spaces=() if options.store is None else described_spaces(options.store),
         )
         with contextlib.ExitStack() as stack:
@@ -116,6 +121,13 @@ def _loaded_cache(options: ServeOptions) -> ChunkCache:
 
 
 def _announce(server: CacheServer, options: ServeOptions) -> None:
+    if options.v1_chunk_size is not None:
+        stdout.print(
+            f"LMCache 0.5.x (v1) clients are accepted too, in chunks of {options.v1_chunk_size} tokens; "
+            "`extra-keys status` says how many there still are",
+            highlight=False,
+            soft_wrap=True,
+        )
     for address in server.addresses:
         stdout.print(f"listening on {address}", highlight=False, soft_wrap=True)
     place = "none" if options.store is None else f"{options.store} ({format_size(options.disk)})"

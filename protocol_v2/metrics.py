@@ -26,11 +26,13 @@ _LABELLED: Final = (
     ("cache.stored.", "store_outcomes", "outcome", True, "Objects by what became of them."),
     ("cache.retrieved.", "retrieved_chunks", "tier", True, "Chunks delivered, by the tier they came from."),
     ("cache.foreign_schema.", "foreign_schema_objects", "schema", False, "Objects of other storage schemas seen."),
+    ("v1.requests.", "v1_requests", "operation", True, "Requests of v1 clients, by operation."),
+    ("v1.refused.", "v1_refused", "reason", True, "Requests of v1 clients that were answered with a failure, by why."),
     ("schema.", "schema", "kind", False, "Highest number of each schema that is spoken."),
 )
 _TIER: Final = "tier."
 _SERVICE: Final = "service."
-_GROWING: Final = frozenset({"cache.hits", "cache.failed"})
+_GROWING: Final = frozenset({"cache.hits", "cache.failed", "v1.hit_chunks"})
 
 
 class StatusCollector(Collector):

@@ -467,6 +467,7 @@ class CacheService:
             "server.boot_id": self._terms.boot_id.hex(),
             "server.loop_lag_us": int(self._lag * 1_000_000),
             "server.peers": len(self._peers),
+            "server.v1_accepted": self._front is not None,
             "server.spaces": len(self._spaces),
             "server.jobs": self._running + len(self._jobs),
         }

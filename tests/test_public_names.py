@@ -30,8 +30,8 @@ PUBLIC = {
     """,
     "compat": """
         REMOVALS ChunkedTokenDatabase CompatError CompatTypeError Deprecation ExtraKeysDeprecationWarning
-        SegmentTokenDatabase SpanError SpanHazardWarning SpanTypeError TokenDatabaseKey apply_mm_hashes_to_token_ids
-        deprecation_of mm_hash_to_token_values tunnel_tokens
+        SegmentTokenDatabase SpanError SpanHazardWarning SpanTypeError TokenDatabaseKey TunnelPolicy V1Front
+        apply_mm_hashes_to_token_ids bypass deprecation_of mm_hash_to_token_values refuse tunnel_tokens
     """,
 }
 

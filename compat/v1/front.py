@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from compat.errors import CompatError
 from compat.v1.chunk_hashes import mp_chunk_hashes
-from compat.v1.front_sessions import LookupTable, V1Lookup, WorkerTable
+from compat.v1.front_sessions import ClientTable, LookupTable, V1Lookup, WorkerTable
 from compat.v1.front_storage import (
     V1RefusedError,
     check_delivery,
@@ -98,6 +98,8 @@ class V1Front:
         self._max_pending = max_pending
         self._lookups = LookupTable()
         self._workers = WorkerTable(chunk_size)
+        self._clients = ClientTable()
+        self._now = 0.0  # of the last call, for facts
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
         self._jobs: deque[Job] = deque()
         self._running = 0
@@ -117,6 +119,7 @@ class V1Front:
 
     def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
         """Take one message of a v1 client, or of whoever else is no v2 peer. Never raises for what a peer sends."""
+        self._now = now
         try:
             request = decode_request(frames)
         except V1WireError as error:
@@ -124,6 +127,7 @@ class V1Front:
             self._queue(identity, error.answer)
             return
         self._requests[str(request.operation)] += 1
+        self._clients.heard(identity, now)
         try:
             self._dispatch(identity, request, now)
         except Exception as error:  # a handler that fails costs its own request
@@ -142,18 +146,27 @@ class V1Front:
         return taken
 
     def tick(self, now: float) -> None:
-        """Forget lookups and workers of which nothing was heard."""
+        """Forget lookups, workers and clients of which nothing was heard."""
+        self._now = now
         if now < self._next_expiry:
             return
         self._next_expiry = now + _EXPIRE_SECONDS
+        self._clients.expire(now)
         self._give_back(self._lookups.expire(now), now)
         for instance_id in self._workers.expire(now):
             log.warning("v1 worker %d was silent for too long and is forgotten", instance_id)
 
     def facts(self) -> Mapping[str, Fact]:
-        """Facts for the status. Counters run since the start."""
+        """Facts for the status. Counters run since the start.
+
+        ``v1.clients`` are sockets heard of in the last two minutes, and ``v1.last_request_s`` is how long ago the last
+        request was, None before the first: whether anybody still needs this front.
+        """
+        last = self._clients.last_heard
         return {
             "v1.chunk_size": self._chunk_size,
+            "v1.clients": len(self._clients),
+            "v1.last_request_s": None if last is None else round(max(0.0, self._now - last), 1),
             "v1.lookups": len(self._lookups),
             "v1.workers": len(self._workers),
             "v1.jobs": self._running,

@@ -43,6 +43,12 @@ PINGED_TTL: Final = 120.0
 NEVER_PINGED_TTL: Final = 3600.0
 """The same for a worker that never pinged; LMCache's own."""
 
+MAX_CLIENTS: Final = 65_536
+"""Sockets counted at one time; the one that was silent longest goes first."""
+
+CLIENT_TTL: Final = 120.0
+"""Seconds of silence after which a socket is no longer counted: its client pings every ten."""
+
 
 @dataclass(slots=True, eq=False)
 class V1Lookup:
@@ -182,6 +188,37 @@ class LookupTable:
         if not peers:
             del self._peers[gone.request_id]
         return gone
+
+
+class ClientTable:
+    """Sockets that sent a readable request, so that an operator sees how many v1 clients there still are.
+
+    Args:
+        max_clients: counted at one time.
+        ttl: seconds of silence after which one is not counted any more.
+    """
+
+    def __init__(self, *, max_clients: int = MAX_CLIENTS, ttl: float = CLIENT_TTL) -> None:
+        self._max_clients = max_clients
+        self._ttl = ttl
+        self._last: OrderedDict[bytes, float] = OrderedDict()  # silent longest first
+        self.last_heard: float | None = None
+        """Seconds, monotonic, of the last request of any of them; None before the first. Never forgotten."""
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def heard(self, peer: bytes, now: float) -> None:
+        """One of them sent a request."""
+        self.last_heard = self._last[peer] = now
+        self._last.move_to_end(peer)
+        if len(self._last) > self._max_clients:
+            self._last.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        """Forget those that were silent for too long."""
+        while self._last and next(iter(self._last.values())) + self._ttl <= now:
+            self._last.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)

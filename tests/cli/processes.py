@@ -15,9 +15,10 @@ SECONDS = 60
 class Serve:
     """A running ``extra-keys serve``."""
 
-    def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", address: str, announced: str) -> None:
         self.process = process
         self.address = address
+        self.announced = announced
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; exit code, rest of the output, errors."""
@@ -40,9 +41,11 @@ def serving(*options: str, cache_home: Path) -> Iterator[Serve]:
     watchdog.start()
     try:
         assert process.stdout is not None
+        announced = ""
         for line in process.stdout:
+            announced += line
             if line.startswith("listening on "):
-                yield Serve(process, line.removeprefix("listening on ").strip())
+                yield Serve(process, line.removeprefix("listening on ").strip(), announced)
                 return
         raise AssertionError(f"it ended with {process.wait()}: {process.communicate()[1]}")
     finally:

@@ -4,15 +4,20 @@ import json
 import os
 import signal
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from keying import CacheSalt, KeySpace, chunk_keys
 from protocol_v2.client import CacheClient
 from protocol_v2.errors import SpaceMismatchError
 from tests.cli.processes import run, serving
+from tests.compat.captured_frames import captured_exchanges
 
 pytestmark = pytest.mark.zmq
 SPACE = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
@@ -112,6 +117,8 @@ def test_a_second_server_is_refused_with_one_line(tmp_path: Path) -> None:
         (["--store", "/proc/nowhere"], 1, "error:"),
         (["--store", "/tmp", "--no-store"], 2, "exclude each other"),
         (["--fsync", "sometimes"], 2, "sometimes"),
+        (["--v1-chunk-size", "16"], 2, "--v1-chunk-size is for --accept-v1"),
+        (["--accept-v1", "--v1-chunk-size", "0"], 2, "greater than or equal to 1"),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, options: list[str], code: int, text: str) -> None:
@@ -206,3 +213,63 @@ def test_a_restarted_server_still_knows_the_spaces_that_it_holds(
         code, _, err = server.stop()
     assert (0, 1) == (code, err.count("kv_dtype"))
     assert "kv_dtype" in caplog.text
+
+
+# ---- v1 clients on the same port
+
+
+PROBE_ANSWER = msgspec.msgpack.encode(["extra_keys/2"])
+
+
+@contextmanager
+def v1_socket(address: str) -> Iterator["zmq.Socket[bytes]"]:
+    """The socket of a v1 client."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = 20_000
+        socket.connect(address)
+        yield socket
+
+
+def test_v1_and_v2_clients_share_one_server(tmp_path: Path) -> None:
+    """--accept-v1: captured requests are answered as by the release, v2 hits its own, the status counts them apart."""
+    with serving("--accept-v1", "--v1-chunk-size", "4", cache_home=tmp_path) as server:
+        with v1_socket(server.address) as socket:
+            for exchange in captured_exchanges():
+                socket.send_multipart(exchange.request)
+                answer, expected = socket.recv_multipart(), list(exchange.response)
+                if exchange.op == "get_experimental":
+                    expected[2] = PROBE_ANSWER
+                elif exchange.op == "prepare_retrieve":  # its pickle was not kept
+                    expected[2] = answer[2]
+                assert expected == answer, exchange.op
+        store(server.address)
+        assert [0, 1, 2] == served(server.address)
+        shown, facts = run("status", server.address), json.loads(run("status", "--json", server.address).stdout)
+        code, _, err = server.stop()
+    assert (0, "") == (code, err)
+    assert "v1) clients are accepted too, in chunks of 4 tokens" in server.announced
+    assert (True, 1, 4) == (facts["server.v1_accepted"], facts["v1.clients"], facts["v1.chunk_size"])
+    v1 = sum(count for name, count in facts.items() if name.startswith("v1.requests."))
+    assert (len(captured_exchanges()) - 1, 0) == (v1, facts["service.foreign"])  # the probe is the service's own
+    assert f"v1: accepted; clients in the last two minutes 1, workers 0, requests {v1} (refused 0)" in shown.stdout
+
+
+def test_without_accept_v1_only_the_probe_is_answered(tmp_path: Path) -> None:
+    """A v1 client that was not asked for gets nothing but what the server can do, and the status says so."""
+    with serving(cache_home=tmp_path) as server:
+        with v1_socket(server.address) as socket:
+            for exchange in captured_exchanges():
+                socket.send_multipart(exchange.request)
+            socket.send_multipart([b"\x63", b"\x20"])  # a probe; answers keep their order
+            assert [b"\x01", b"\x20", PROBE_ANSWER] == socket.recv_multipart()
+            assert [b"\x63", b"\x20", PROBE_ANSWER] == socket.recv_multipart()
+        store(server.address)
+        assert [0, 1, 2] == served(server.address)
+        shown, facts = run("status", server.address), json.loads(run("status", "--json", server.address).stdout)
+        code, _, _ = server.stop()
+    silent = len(captured_exchanges()) - 1
+    assert (0, False) == (code, "(v1)" in server.announced)
+    assert (False, silent) == (facts["server.v1_accepted"], facts["service.foreign"])
+    assert f"v1: not accepted; messages left without an answer {silent}" in shown.stdout
+    assert not any(name.startswith("v1.") for name in facts)

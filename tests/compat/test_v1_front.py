@@ -8,18 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from compat import CompatError
 from compat.v1 import mp_chunk_hashes
 from compat.v1.front import V1Front
+from compat.v1.front_sessions import CLIENT_TTL, ClientTable
 from compat.v1.operations import OPERATIONS, V1Operation
 from compat.v1.wire import encode_request
 from keying import chunk_keys
 from protocol_v2.cache import ChunkCache
+from protocol_v2.metrics import StatusCollector
 from protocol_v2.tiers import DiskTier
 from tests.compat.captured_frames import captured_exchanges
 from tests.compat.front_harness import CHUNK, CHUNK_BYTES, SHAPE, FrontHarness, V1Client, pickled
-from tests.protocol_v2.service_harness import SPACE
+from tests.protocol_v2.service_harness import SPACE, Harness
 
 PROMPT = tuple(range(100, 118))
 """Four chunks and a tail of two."""
@@ -582,3 +585,66 @@ def test_any_frames_are_survived(frames: list[bytes]) -> None:
     harness = FrontHarness()
     harness.raw(b"fuzz", *frames)
     assert [[b"\x07", b"\x18", b"\xa2OK"]] == harness.raw(b"real", b"\x07", b"\x18")
+
+
+# ---- what an operator sees
+
+
+def test_an_operator_sees_how_many_v1_clients_there_still_are(harness: FrontHarness) -> None:
+    """Sockets that ask are counted, apart from v2, for two minutes; the last one's age is kept; noise is no client."""
+    assert (True, 0) == (harness.fact("server.v1_accepted"), harness.fact("v1.clients"))
+    assert None is harness.service.status(harness.now)["v1.last_request_s"]
+    harness.client()
+    harness.raw(b"scanner", b"nonsense", b"frames")
+    assert (0, 1, 1) == (harness.fact("v1.clients"), harness.refused("malformed"), harness.fact("server.peers"))
+    first, second = harness.v1_client(), harness.v1_client()
+    assert 2 == harness.fact("v1.clients")
+    harness.pass_time(100.0)
+    assert first.ask(V1Operation.PING, None) is True
+    harness.pass_time(19.0)
+    assert (2, 19.0) == (harness.fact("v1.clients"), harness.fact("v1.last_request_s"))
+    harness.pass_time(2.0)
+    assert (1, 21.0) == (harness.fact("v1.clients"), harness.fact("v1.last_request_s"))
+    harness.pass_time(120.0)
+    assert (0, 141.0) == (harness.fact("v1.clients"), harness.fact("v1.last_request_s"))
+    assert second.ask(V1Operation.PING, None) is True
+    assert 1 == harness.fact("v1.clients")
+    assert 0 == Harness().fact("server.v1_accepted")
+
+
+def test_the_table_of_clients_is_bounded() -> None:
+    """However many sockets come, the one that was silent longest goes first; one that asks again stays."""
+    clients = ClientTable(max_clients=2)
+    for peer in (b"a", b"b", b"a", b"c"):
+        clients.heard(peer, 1.0)
+    assert 2 == len(clients)
+    clients.heard(b"a", 2.0)
+    clients.expire(1.0 + CLIENT_TTL)
+    assert (1, 2.0) == (len(clients), clients.last_heard)
+
+
+def test_a_scraper_sees_v1_requests_and_refusals_apart_from_v2(harness: FrontHarness, client: V1Client) -> None:
+    """Counters by operation and by reason with fixed names; gauges for who is there; v2's own are not touched."""
+    assert client.store(PROMPT, 1)
+    assert not client.commit(client.key(PROMPT), b"no pickle")
+    text = scraped(harness)
+    for line in (
+        "extra_keys_server_v1_accepted 1.0",
+        "extra_keys_v1_clients 1.0",
+        "extra_keys_v1_last_request_s 0.0",
+        'extra_keys_v1_requests_total{operation="commit_store"} 2.0',
+        'extra_keys_v1_refused_total{reason="PickleRefusedError"} 1.0',
+        "extra_keys_requests_total 0.0",
+        "# TYPE extra_keys_v1_hit_chunks_total counter",
+    ):
+        assert line in text.splitlines()
+    bare = scraped(Harness())
+    assert "extra_keys_server_v1_accepted 0.0" in bare.splitlines()
+    assert "extra_keys_v1_" not in bare
+
+
+def scraped(harness: Harness) -> str:
+    """What a Prometheus scraper reads."""
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: harness.service.status(harness.now)))
+    return generate_latest(registry).decode()
