@@ -87,12 +87,13 @@ class AsyncCacheClient(ClientBase):
         first: int = 0,
         shard: Shard = WHOLE,
         make: Callable[[TensorMeta, Frame], Any] | None = None,
+        keys: KeysLike | None = None,
         timeout: float | None = None,
     ) -> RetrieveResult:
         """See `CacheClient.retrieve`."""
         make = make or partial(to_torch, share_read_only=True)
         return await self._run(
-            operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make), timeout
+            operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make, keys=keys), timeout
         )
 
     async def store(
@@ -173,7 +174,7 @@ class AsyncCacheClient(ClientBase):
             return result
 
     async def _ask(self, step: Ask, timeout: float) -> Answer:
-        ticket, future = self._thread.submit(step.message, step.payload, timeout)
+        ticket, future = self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
         waiting = asyncio.wrap_future(future)
         try:
             return await asyncio.wait_for(asyncio.shield(waiting), timeout + GRACE)

@@ -214,6 +214,7 @@ class CacheClient(ClientBase):
         first: int = 0,
         shard: Shard = WHOLE,
         make: Callable[[TensorMeta, Frame], Any] | None = None,
+        keys: KeysLike | None = None,
         timeout: float | None = None,
     ) -> RetrieveResult:
         """Tensors of the chunks [first, first + count) of a lease.
@@ -224,13 +225,18 @@ class CacheClient(ClientBase):
             first: the first of them.
             shard: whose tensors.
             make: what to make of a description and a frame; None: torch tensors over the received memory.
+            keys: of the lease's chunks, from the prompt's first on, at least as far as the range. A server of this
+                protocol knows them; a tunnel to one that has no leases needs them where the lookup was another
+                process's.
             timeout: seconds.
 
         Raises:
             as `lookup`.
         """
         make = make or partial(to_torch, share_read_only=True)
-        return self._run(operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make), timeout)
+        return self._run(
+            operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make, keys=keys), timeout
+        )
 
     def store(
         self,
@@ -320,7 +326,7 @@ class CacheClient(ClientBase):
             return result
 
     def _ask(self, step: Ask, timeout: float) -> Answer:
-        ticket, future = self._thread.submit(step.message, step.payload, timeout)
+        ticket, future = self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
         try:
             return future.result(timeout + GRACE)
         except FutureTimeoutError:

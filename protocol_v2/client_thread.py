@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from protocol_v2.keeper_actions import Action
     from protocol_v2.messages import Request
     from protocol_v2.session_keeper import SessionKeeper
+    from protocol_v2.wire_keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class _Job:
     message: Request
     payload: tuple[Frame, ...]
     timeout: float
+    keys: Keys | None
     future: Future[Outcome]
     tracker: zmq.MessageTracker | None = None
 
@@ -115,8 +117,10 @@ class ClientThread:
 
     # ---- for any thread
 
-    def submit(self, message: Request, payload: tuple[Frame, ...], timeout: float) -> tuple[int, Future[Outcome]]:
-        """Hand a request over.
+    def submit(
+        self, message: Request, payload: tuple[Frame, ...], timeout: float, *, keys: Keys | None = None
+    ) -> tuple[int, Future[Outcome]]:
+        """Hand a request over; arguments as in `SendRequest`.
 
         Returns:
             A ticket for `cancel`, and the future of its outcome, which ends at most a moment after `timeout`.
@@ -126,7 +130,7 @@ class ClientThread:
         """
         self.check_usable()
         ticket = next(self._tickets)
-        job = _Job(message, payload, timeout, Future())
+        job = _Job(message, payload, timeout, keys, Future())
         self._post(lambda now: self._take(ticket, job, now))
         return ticket, job.future
 
@@ -232,7 +236,7 @@ class ClientThread:
 
     def _take(self, ticket: int, job: _Job, now: float) -> None:
         self._jobs[ticket] = job
-        self.keeper.submit(ticket, job.message, job.payload, job.timeout, now)
+        self.keeper.submit(ticket, job.message, job.payload, job.timeout, now, keys=job.keys)
 
     def _add_watcher(self, future: Future[None]) -> None:
         self._watchers.append(future)

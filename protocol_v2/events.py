@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from protocol_v2.hello import Limits, Refusal, SpaceDifference, Unrecognised, Welcome
     from protocol_v2.messages import Reply, Request
     from protocol_v2.negotiation import Agreement, Offer
+    from protocol_v2.wire_keys import Keys
 
 # ---- what a client sends
 
@@ -41,12 +42,15 @@ class SendRequest:
         message: what to ask.
         payload: the frames that the message announces.
         timeout: seconds until the request fails; above 0. None: the server's default.
+        keys: of a retrieve's lease, from the prompt's first chunk on; None where they are not known. They do not
+            travel: only a tunnel to a server without leases has a use for them.
     """
 
     request_id: int
     message: Request
     payload: tuple[Frame, ...] = field(default=(), repr=False)
     timeout: float | None = None
+    keys: Keys | None = field(default=None, repr=False)
 
 
 # ---- what a client is told

@@ -84,6 +84,7 @@ class Ask:
 
     message: Request
     payload: tuple[Frame, ...] = field(default=(), repr=False)
+    keys: Keys | None = field(default=None, repr=False)  # see `SendRequest`
 
 
 Step: TypeAlias = AwaitLimits | Ask
@@ -202,17 +203,25 @@ def lookup(*, session: str, keys: KeysLike, world: int, groups: int, lease: bool
 
 
 def retrieve(
-    *, lease: bytes, first: int, count: int, shard: Shard, make: Callable[[TensorMeta, Frame], Any]
+    *,
+    lease: bytes,
+    first: int,
+    count: int,
+    shard: Shard,
+    make: Callable[[TensorMeta, Frame], Any],
+    keys: KeysLike | None = None,
 ) -> Operation[RetrieveResult]:
     """Tensors of a leased range; asks for less where all would be too large, and again for the rest."""
     first, count = index(first), index(count)
     if count < 1:
         raise LocalProtocolError(f"count: got {count}, wanted at least one chunk")
+    known = None if keys is None else as_keys(keys)
     chunks: list[RetrievedChunk] = []
     most = count
     while len(chunks) < count:
         rest = min(count - len(chunks), most)
-        answer = yield Ask(RetrieveRequest(lease=lease, first=first + len(chunks), count=rest, shard=shard))
+        message = RetrieveRequest(lease=lease, first=first + len(chunks), count=rest, shard=shard)
+        answer = yield Ask(message, keys=known)
         if isinstance(answer, ServerError) and answer.error_code == ErrorCode.TOO_LARGE and rest > 1:
             most = rest // 2
             continue

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from protocol_v2.keeper_actions import Action
     from protocol_v2.messages import Request
     from protocol_v2.negotiation import ClientTerms
+    from protocol_v2.wire_keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class _Waiting:
     payload: tuple[Frame, ...]
     timeout: float
     deadline: float
+    keys: Keys | None
 
 
 @dataclass(slots=True)
@@ -263,7 +265,16 @@ class SessionKeeper:
         self._forget(ticket)
         self._finish(ticket, QueueFullError("the queue to the server is full; the request was not sent"))
 
-    def submit(self, ticket: int, message: Request, payload: tuple[Frame, ...], timeout: float, now: float) -> None:
+    def submit(
+        self,
+        ticket: int,
+        message: Request,
+        payload: tuple[Frame, ...],
+        timeout: float,
+        now: float,
+        *,
+        keys: Keys | None = None,
+    ) -> None:
         """Take a request.
 
         Args:
@@ -272,8 +283,9 @@ class SessionKeeper:
             payload: its frames.
             timeout: seconds until it fails.
             now: seconds, monotonic.
+            keys: as in `SendRequest`.
         """
-        waiting = _Waiting(message, payload, timeout, now + timeout)
+        waiting = _Waiting(message, payload, timeout, now + timeout, keys)
         if self._live is not None and not self._live.suspect:
             self._send(ticket, waiting, now)
         elif self._live is None and self._failures == 0 and self._phase is not Phase.CLOSED and self._failure is None:
@@ -429,7 +441,7 @@ class SessionKeeper:
             self._finish(ticket, self._why_not())
             return
         request_id = live.speaker.new_request_id()
-        event = SendRequest(request_id, one.message, one.payload, max(one.deadline - now, 1e-3))
+        event = SendRequest(request_id, one.message, one.payload, max(one.deadline - now, 1e-3), one.keys)
         try:
             frames = live.speaker.send(event, now)
         except ProtocolError as error:
@@ -483,7 +495,7 @@ class SessionKeeper:
         return min(live.said, live.heard) + max(live.limits.heartbeat_ms / 1000, SHORTEST_HEARTBEAT)
 
     def _ping(self, live: _Live, now: float) -> None:
-        self._send(_PING, _Waiting(PingRequest(), (), self._patience.ping, now + self._patience.ping), now)
+        self._send(_PING, _Waiting(PingRequest(), (), self._patience.ping, now + self._patience.ping, None), now)
         live.said = now
 
     def _pinging(self, live: _Live) -> bool:

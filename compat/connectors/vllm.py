@@ -3,9 +3,9 @@
 Load it with ``kv_connector="TunnellingConnector"`` and ``kv_connector_module_path="compat.connectors.vllm"``.
 Settings are those of `ExtraKeysConnector`; the chunk size must be the server's.
 
-Scheduler and worker share one policy for each space, and through it the leases of what the scheduler looked up. That
-reaches as far as their process: where vLLM runs workers in processes of their own (more than one worker, or a data
-parallel engine), loads through the tunnel fail and are computed. Such engines use a server that speaks wire protocol 2.
+Scheduler and worker of one process share one policy for each space, and through it the leases of what the scheduler
+looked up. Where vLLM runs workers in processes of their own (more than one worker, or a data parallel engine), each
+looks up its own rank's part again, by the keys that come with the load: one round trip more for each load.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A v1 server counts read locks by key and knows no leases, so what was hit, and which ranks have had their part of it, is
 remembered here. A lock that was given back twice would be another reader's, therefore each is given back once.
 
-A book may be shared by several clients of one process, so that a worker can retrieve what its scheduler looked up; it
-does not reach into other processes. Any thread may call it.
+A book may be shared by several clients of one process, so that a worker can retrieve what its scheduler looked up. It
+does not reach into other processes: a worker there, which has the keys, looks up its own rank's part by itself, under
+locks of its own (`TunnelLease.elsewhere`). Any thread may call it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from protocol_v2.wire_keys import Shard
 
 MAX_LEASES: Final = 16_384
 """Leases remembered at one time; the oldest goes first. Its locks end with the server's own time for them."""
@@ -32,10 +38,11 @@ class TunnelLease:
     Attributes:
         digests: schema-2 keys of the chunks that were hit, from the prompt's first on.
         world: ranks.
-        request_ids: v1 request id of each KV group's lookup.
+        request_ids: v1 request id of each KV group's lookup; empty where there was none.
         session: the client's.
         made: seconds, monotonic.
         id: 16 bytes.
+        rank: whose locks alone were taken; None: those of all ranks.
     """
 
     digests: tuple[bytes, ...]
@@ -44,8 +51,14 @@ class TunnelLease:
     session: str
     made: float
     id: bytes = field(default_factory=lambda: os.urandom(16))
+    rank: int | None = None
     #: chunks whose lock a rank of a group has given back, a byte a chunk
     _given: dict[tuple[int, int], bytearray] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def elsewhere(cls, digests: tuple[bytes, ...], shard: Shard, now: float) -> TunnelLease:
+        """For one rank's part of what another process looked up: nothing is locked for it yet."""
+        return cls(digests, shard.world, [""] * (shard.group + 1), "", now, rank=shard.rank)
 
     @property
     def groups(self) -> int:
@@ -67,11 +80,11 @@ class TunnelLease:
                 fresh.append((place, place + 1))
         return fresh
 
-    def lock_again(self, group: int, request_id: str) -> None:
-        """A group was looked up anew: every rank has its locks again."""
+    def lock_again(self, group: int, request_id: str, hit: int) -> None:
+        """A group was looked up anew: its ranks have locks on [0, hit) again, and none behind."""
         self.request_ids[group] = request_id
-        for one in [one for one in self._given if one[0] == group]:
-            del self._given[one]
+        for rank in self._ranks:
+            self._given[group, rank] = bytearray(hit) + b"\1" * (len(self.digests) - hit)
 
     def give_back_all(self, start: int, stop: int) -> list[tuple[int, int | None, int, int]]:
         """Mark [start, stop) of every rank: group, rank and range of what was not marked before.
@@ -79,13 +92,20 @@ class TunnelLease:
         The rank is None where that is the same for all ranks of a group.
         """
         fresh: list[tuple[int, int | None, int, int]] = []
-        for group in range(self.groups):
-            ranges = {rank: self.give_back(start, stop, group, rank) for rank in range(self.world)}
-            if all(one == ranges[0] for one in ranges.values()):
-                fresh += [(group, None, first, last) for first, last in ranges[0]]
+        for group, request_id in enumerate(self.request_ids):
+            if not request_id:
+                continue
+            ranges = {rank: self.give_back(start, stop, group, rank) for rank in self._ranks}
+            same = ranges[self._ranks[0]]
+            if self.rank is None and all(one == same for one in ranges.values()):
+                fresh += [(group, None, first, last) for first, last in same]
             else:
                 fresh += [(group, rank, first, last) for rank, some in ranges.items() for first, last in some]
         return fresh
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return range(self.world) if self.rank is None else (self.rank,)
 
 
 class LeaseBook:

@@ -72,8 +72,9 @@ if TYPE_CHECKING:
     from keying import KeySpace
     from protocol_v2.events import Event, SendRequest
     from protocol_v2.frames import Frame
-    from protocol_v2.messages import Reply, Request
+    from protocol_v2.messages import Reply
     from protocol_v2.storage import StoredObject
+    from protocol_v2.wire_keys import Keys
 
 MAX_PENDING: Final = 256
 MAX_PAYLOAD_BYTES: Final = 256 * 1024 * 1024
@@ -173,7 +174,7 @@ class V1Tunnel:
             raise LocalProtocolError(f"timeout: got {seconds}, wanted a number of seconds above 0")
         if [memoryview(frame).nbytes for frame in event.payload] != list(event.message.payload_sizes()):
             raise LocalProtocolError("payload: frames are not of the sizes that the message announces")
-        self._calls.start(event.request_id, self._steps(event.message, event.payload, now), now + seconds, now)
+        self._calls.start(event.request_id, self._steps(event, now), now + seconds, now)
 
     def receive_frames(self, frames: Sequence[Frame], now: float) -> list[Event]:
         """Take a message of the server; what answers nothing that is waited for is ignored."""
@@ -202,14 +203,14 @@ class V1Tunnel:
         self._calls.fail_all(SessionLostError(f"session lost: {reason}"))
         return [SessionLost(reason), *self._calls.take_events()]
 
-    def _steps(self, message: Request, payload: Sequence[Frame], now: float) -> Steps:
-        match message:
+    def _steps(self, event: SendRequest, now: float) -> Steps:
+        match message := event.message:
             case LookupRequest():
                 return self._lookup(message, now)
             case RetrieveRequest():
-                return self._retrieve(message, now)
+                return self._retrieve(message, event.keys, now)
             case StoreRequest():
-                return self._store(message, payload, now)
+                return self._store(message, event.payload, now)
             case ReleaseRequest():
                 return self._release(message, now)
             case EndSessionRequest():
@@ -251,11 +252,19 @@ class V1Tunnel:
         self._leases.put(lease)
         return LookupReply(hit_chunks=hit, lease=lease.id, lease_ms=_LEASE_MS, miss=miss), ()
 
-    def _retrieve(self, message: RetrieveRequest, now: float) -> Steps:
-        lease = self._leases.find(message.lease, now)
-        if lease is None:
-            raise ServerError(ErrorCode.LEASE_UNKNOWN, "no such lease in this process; look up again", retriable=False)
+    def _retrieve(self, message: RetrieveRequest, keys: Keys | None, now: float) -> Steps:
         shard, stop = message.shard, message.first + message.count
+        lease = self._leases.find(message.lease, now)
+        if lease is None and keys is not None:
+            digests = resolve_keys(keys, self._space, max_chunks=self._limits.max_chunks).digests[:stop]
+            _check_world(shard.world, shard.group + 1)
+            lease = TunnelLease.elsewhere(digests, shard, now)
+        if lease is None:
+            raise ServerError(
+                ErrorCode.LEASE_UNKNOWN,
+                "no such lease in this process; hand the keys to retrieve, or look up again",
+                retriable=False,
+            )
         if stop > len(lease.digests) or shard.world != lease.world or shard.group >= lease.groups:
             raise ServerError(ErrorCode.MALFORMED, "retrieve: not a part of that lease", retriable=False)
         yield from self._prepare(now)
@@ -268,21 +277,28 @@ class V1Tunnel:
             last = min(stop, first + room)
             found, miss = yield from self._fetch(lease, first, last, Shard(shard.world, shard.rank, shard.group), now)
             objects += found
+        if lease.rank is not None:
+            yield from self._end_own(lease)
         self._count("retrieves")
         return reply_of_objects(objects, miss)
 
     def _fetch(
         self, lease: TunnelLease, start: int, stop: int, shard: Shard, now: float
     ) -> Generator[Call, Any, tuple[list[StoredObject], MissReason | None]]:
-        """Chunks of one shard, as many as one answer holds; looked up again, once, if their locks are gone."""
+        """Chunks of one shard, as many as one answer holds; looked up again, once, if there are no locks on them."""
         instance = yield from self._register_any(shard.world, shard.group, now)
         whose = _Whose(shard.world, shard.group, shard.rank)
         for again in (False, True):
             if again:
-                request_id, hit = yield from self._look(lease.digests, _Whose(shard.world, shard.group))
-                lease.lock_again(shard.group, request_id)
-                if hit < stop:
+                if lease.rank is not None:
+                    yield from self._end_own(lease)
+                request_id, hit = yield from self._look(lease.digests, _Whose(shard.world, shard.group, lease.rank))
+                lease.lock_again(shard.group, request_id, hit)
+                stop = min(stop, hit)
+                if stop <= start:
                     break
+            elif not lease.request_ids[shard.group]:
+                continue
             key = self._key(lease.digests[:stop], lease.request_ids[shard.group], whose, start)
             answer = yield from self._transfer(V1Operation.PREPARE_RETRIEVE, key, instance)
             if not answer.success:
@@ -440,6 +456,12 @@ class V1Tunnel:
             yield from self._free(lease.request_ids[group], lease.digests, (first, last), whose)
             freed += last - first
         return min(freed, len(lease.digests))
+
+    def _end_own(self, lease: TunnelLease) -> Part:
+        """A worker's own lookups are over, and what it locked by them and did not read is given back."""
+        yield from self._give_back(lease, 0, len(lease.digests))
+        self._end_v1([one for one in lease.request_ids if one])
+        lease.request_ids[:] = [""] * lease.groups
 
     def _free(self, request_id: str, digests: Sequence[bytes], part: tuple[int, int], whose: _Whose) -> Part:
         """Give one range of locks back. Awaited: a session that ends first takes the server's record of them along."""

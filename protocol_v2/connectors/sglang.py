@@ -111,9 +111,7 @@ class SglangStore:
         delivered = 0
         if plan is not None:
             blocks = (tuple(slots[:wanted]),)
-            task = LoadTask(
-                req.rid, plan.name, plan.lease, plan.first, plan.stop, plan.start_token, plan.stop_token, blocks
-            )
+            task = LoadTask.of(plan, req.rid, blocks)
             self.worker.load([task])
             bad = self.worker.take_failed_blocks()
             delivered = next((place for place, slot in enumerate(blocks[0]) if slot in bad), wanted)
@@ -147,8 +145,7 @@ class SglangStore:
             return
         self._saves += 1
         blocks = tuple(int(slot) for slot in slots[plan.first * self._chunk_size : plan.stop * self._chunk_size])
-        digests = b"".join(key.digest for key in plan.keys)
-        self.worker.save([SaveTask(self._saves, digests, plan.first, plan.stop, (blocks,), plan.after_load)])
+        self.worker.save([SaveTask.of(plan, self._saves, (blocks,))])
 
     def retract(self, req: Any) -> None:
         """The engine dropped a request's KV and will match it again."""

@@ -231,10 +231,7 @@ class TensorRtScheduler:
         return True
 
     def _task(self, seen: _Seen, plan: LoadPlan, blocks: tuple[int, ...]) -> LoadTask:
-        name = str(seen.request.request_id)
-        return LoadTask(
-            name, plan.name, plan.lease, plan.first, plan.stop, plan.start_token, plan.stop_token, (blocks,)
-        )
+        return LoadTask.of(plan, str(seen.request.request_id), (blocks,))
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """The blocks of a request are known."""
@@ -279,8 +276,7 @@ class TensorRtScheduler:
         self._saves += 1
         size = self._deployment.settings.chunk_size
         blocks = self._cut(seen.table, plan.first * size, plan.stop * size)
-        digests = b"".join(key.digest for key in plan.keys)
-        tasks.saves.append(SaveTask(self._saves, digests, plan.first, plan.stop, (blocks,), plan.after_load))
+        tasks.saves.append(SaveTask.of(plan, self._saves, (blocks,)))
 
     def _follow(self, seen: _Seen) -> None:
         def tell(tracker: Any) -> None:

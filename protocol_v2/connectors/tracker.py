@@ -103,6 +103,7 @@ class LoadPlan:
         stop: index after the last.
         start_token: first position to write; what lies before in the first chunk is the engine's already.
         stop_token: position after the last to write.
+        keys: of the chunks [0, stop).
     """
 
     name: str
@@ -111,6 +112,7 @@ class LoadPlan:
     stop: int
     start_token: int
     stop_token: int
+    keys: Sequence[ChunkKey] = field(repr=False)
 
     @property
     def count(self) -> int:
@@ -330,7 +332,9 @@ class RequestTracker:
         stop_token = computed + n_tokens
         first, stop = computed // self._chunk_size, -(-stop_token // self._chunk_size)
         self._n_loads += 1
-        self._load = LoadPlan(f"{self.name}:{self._n_loads}", hit.lease, first, stop, computed, stop_token)
+        self._load = LoadPlan(
+            f"{self.name}:{self._n_loads}", hit.lease, first, stop, computed, stop_token, self.keys[:stop]
+        )
         if first:
             self._calls.append(Release(hit.lease, 0, first))
         if stop < hit.chunks:

@@ -196,11 +196,13 @@ class SchedulerConnector:
         tokens, and only a failed load makes it compute them.
         """
         start, stop = seen.local, seen.local + n_tokens
-        size = self.shape.settings.chunk_size
-        name, lease, first, last = f"none:{seen.request.request_id}", bytes(16), start // size, -(-stop // size)
+        request_id, blocks = seen.request.request_id, self._cut(table, start, stop)
         if plan is not None:
-            name, lease, first, last = plan.name, plan.lease, plan.first, plan.stop
-        return LoadTask(seen.request.request_id, name, lease, first, last, start, stop, self._cut(table, start, stop))
+            return LoadTask.of(plan, request_id, blocks)
+        size = self.shape.settings.chunk_size
+        return LoadTask(
+            request_id, f"none:{request_id}", bytes(16), start // size, -(-stop // size), start, stop, blocks
+        )
 
     def _cut(self, table: Sequence[Sequence[int]], start: int, stop: int) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -277,14 +279,7 @@ class SchedulerConnector:
         if self.news is not None:
             tokens = pack_tokens(vllm_tokens(seen.request, plan.first * size)[: (plan.stop - plan.first) * size])
             self.news.saving(self._n_saves, plan, bytes(tokens))
-        yield SaveTask(
-            self._n_saves,
-            b"".join(key.digest for key in plan.keys),
-            plan.first,
-            plan.stop,
-            self._cut(table, plan.first * size, plan.stop * size),
-            plan.after_load,
-        )
+        yield SaveTask.of(plan, self._n_saves, self._cut(table, plan.first * size, plan.stop * size))
 
     def take_report(self, report: WorkerReport) -> None:
         """What became of loads and saves."""

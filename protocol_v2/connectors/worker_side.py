@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from keying import DIGEST_SIZE
 from protocol_v2.connectors.paged import ChunkShapeError
 from protocol_v2.errors import ProtocolError
 from protocol_v2.wire_keys import Shard
@@ -28,7 +29,9 @@ from protocol_v2.wire_keys import Shard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from keying import ChunkKey
     from protocol_v2.connectors.paged import PagedGroup
+    from protocol_v2.connectors.tracker import LoadPlan, SavePlan
     from protocol_v2.operations import EndSessionResult, KeysLike, RetrieveResult, StoreResult
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,6 @@ FETCHERS: Final = 4
 MAX_FAILED: Final = 4096
 """Failed loads remembered, so that saves that depend on them are dropped; they are needed for a step or two."""
 
-DIGEST: Final = 32
-
 _SESSIONS: Final = count(1)
 """Numbers for session ids: a session that has ended takes no store, so no two saves of a process share one."""
 
@@ -46,7 +47,9 @@ _SESSIONS: Final = count(1)
 class WorkerClient(Protocol):
     """What is used of a `protocol_v2.client.CacheClient`."""
 
-    def retrieve(self, lease: bytes, count: int, *, first: int, shard: Shard, timeout: float | None) -> RetrieveResult:
+    def retrieve(
+        self, lease: bytes, count: int, *, first: int, shard: Shard, keys: KeysLike | None, timeout: float | None
+    ) -> RetrieveResult:
         """Tensors of chunks of a lease."""
 
     def store(
@@ -79,6 +82,8 @@ class LoadTask:
         start_token: first position to write.
         stop_token: position after the last.
         blocks: for each KV group the blocks that hold [start_token, stop_token).
+        digests: keys of the chunks [0, stop), 32 bytes each, joined. The lease says it all to a server of wire protocol
+            2; a tunnel needs them where the lookup was another process's. Empty where there is no such load.
     """
 
     request_id: str
@@ -89,6 +94,22 @@ class LoadTask:
     start_token: int
     stop_token: int
     blocks: tuple[tuple[int, ...], ...]
+    digests: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, plan: LoadPlan, request_id: str, blocks: tuple[tuple[int, ...], ...]) -> LoadTask:
+        """The task of a plan."""
+        return cls(
+            request_id,
+            plan.name,
+            plan.lease,
+            plan.first,
+            plan.stop,
+            plan.start_token,
+            plan.stop_token,
+            blocks,
+            _join(plan.keys),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +131,19 @@ class SaveTask:
     stop: int
     blocks: tuple[tuple[int, ...], ...]
     after_load: str | None = None
+
+    @classmethod
+    def of(cls, plan: SavePlan, name: int, blocks: tuple[tuple[int, ...], ...]) -> SaveTask:
+        """The task of a plan."""
+        return cls(name, _join(plan.keys), plan.first, plan.stop, blocks, plan.after_load)
+
+
+def _join(keys: Sequence[ChunkKey]) -> bytes:
+    return b"".join(key.digest for key in keys)
+
+
+def _split(joined: bytes) -> list[bytes]:
+    return [joined[i : i + DIGEST_SIZE] for i in range(0, len(joined), DIGEST_SIZE)]
 
 
 @dataclass(slots=True)
@@ -255,6 +289,7 @@ class WorkerSide:
 
     def _fetched(self, task: LoadTask, ends: float) -> _Fetched:
         fetched = []
+        keys = _split(task.digests)
         n_chunks = task.stop - task.first
         misfit = None
         for group, shard in zip(self._groups, self._shards, strict=True):
@@ -262,7 +297,9 @@ class WorkerSide:
             if not n_chunks or rest <= 0:
                 n_chunks = 0
                 break
-            got = self._client.retrieve(task.lease, n_chunks, first=task.first, shard=shard, timeout=rest)
+            got = self._client.retrieve(
+                task.lease, n_chunks, first=task.first, shard=shard, keys=keys or None, timeout=rest
+            )
             chunks = []
             for place, chunk in enumerate(got.chunks, task.first):
                 try:
@@ -418,7 +455,7 @@ class SaveThread:
     def _stored(self, job: _Job) -> bool:
         """Whether all chunks are in the cache now."""
         task = job.task
-        digests = [task.digests[i : i + DIGEST] for i in range(0, len(task.digests), DIGEST)]
+        digests = _split(task.digests)
         places = [(chunk * self._chunk_size, self._chunk_size) for chunk in range(task.first, task.stop)]
         session = f"save.{next(_SESSIONS)}"
         whole = True

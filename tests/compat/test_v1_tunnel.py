@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from compat.v1.tunnel_leases import LEASE_TTL, LeaseBook, TunnelLease
 from compat.v1.tunnel_objects import ChunkExpander, model_name, open_chunks, pack_object, pickle_chunks
 from compat.v1.tunnel_session import MAX_PENDING, PREPARE_SECONDS, UNFIT_SECONDS, V1Tunnel
 from compat.v1.wire import decode_request, encode_answer
-from keying import CacheSalt, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
+from keying import CacheSalt, ChunkKey, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
 from protocol_v2.cache import ChunkCache
 from protocol_v2.codes import ErrorCode, MissReason
 from protocol_v2.errors import (
@@ -100,10 +101,17 @@ class Pair:
         self.now = 1000.0
         self.outcomes: dict[int, Any] = {}
 
-    def begin(self, message: Request, payload: Sequence[bytes] = (), timeout: float | None = 5.0) -> int:
+    def begin(
+        self,
+        message: Request,
+        payload: Sequence[bytes] = (),
+        timeout: float | None = 5.0,
+        keys: Sequence[ChunkKey] | None = None,
+    ) -> int:
         """Send a request and carry messages until nothing moves."""
         request_id = self.tunnel.new_request_id()
-        self.tunnel.send(SendRequest(request_id, message, tuple(payload), timeout), self.now)
+        known = None if keys is None else keys_of_digests(keys)
+        self.tunnel.send(SendRequest(request_id, message, tuple(payload), timeout, known), self.now)
         self.pump()
         return request_id
 
@@ -155,10 +163,12 @@ class Pair:
         )
         return self.ask(message, [bytes([fill + i]) * 8 for i in range(first, len(keys))])
 
-    def retrieve(self, lease: bytes, count: int, first: int = 0, **shard: int) -> list[int] | ProtocolError:
+    def retrieve(
+        self, lease: bytes, count: int, first: int = 0, *, keys: Sequence[ChunkKey] | None = None, **shard: int
+    ) -> list[int] | ProtocolError:
         """The byte of each chunk."""
         request = RetrieveRequest(lease=lease, first=first, count=count, shard=WireShard(**shard))
-        ended = self.outcomes[self.begin(request)]
+        ended = self.outcomes[self.begin(request, keys=keys)]
         return [bytes(frame)[0] for frame in ended.payload] if isinstance(ended, ReplyReceived) else ended
 
     def fetch(self, *extra: Any, tokens: Sequence[int] = PROMPT) -> list[int]:
@@ -333,12 +343,49 @@ def test_clients_that_share_a_policy_share_its_leases(pair: Pair) -> None:
     assert stranger.error_code == ErrorCode.LEASE_UNKNOWN
 
 
+def test_a_worker_in_another_process_retrieves_by_the_keys(pair: Pair) -> None:
+    """Each rank its own part and range, whatever the order; nothing stays locked; another identity's keys miss."""
+    for rank in range(2):
+        for group in range(2):
+            assert pair.store(10 * rank + 40 * group, world=2, rank=rank, group=group).stored == 4
+    found = pair.lookup(world=2, groups=2)
+    keys = chunk_keys(SPACE, PROMPT)
+    for rank in (1, 0):
+        worker = Pair(pair.server)
+        for group in range(2):
+            take = partial(worker.retrieve, found.lease, world=2, rank=rank, group=group)
+            base = 10 * rank + 40 * group
+            assert [base + 1, base + 2] == take(2, first=1, keys=keys)
+            assert [base + i for i in range(4)] == take(4, keys=keys)
+            assert [] == take(4, keys=chunk_keys(SPACE, PROMPT, [CacheSalt("s")]))
+            refused = take(5, keys=keys)
+            assert isinstance(refused, ServerError)
+            assert refused.error_code == ErrorCode.MALFORMED
+    assert pair.ask(EndSessionRequest(session="r")).known
+    assert held(pair) == 0
+
+
+def test_a_worker_in_another_process_gives_back_what_it_cannot_read(pair: Pair) -> None:
+    """Chunks behind the hit: a shorter delivery, no lock left, and the scheduler's lease is as it was."""
+    assert pair.store(1, tokens=PROMPT[:32]).stored == 2
+    found = pair.lookup()
+    assert found.hit_chunks == 2
+    worker = Pair(pair.server)
+    keys = chunk_keys(SPACE, PROMPT)
+    assert [1, 2] == worker.retrieve(found.lease, 4, keys=keys)
+    assert [] == worker.retrieve(found.lease, 2, first=2, keys=keys)
+    assert [2] == worker.retrieve(found.lease, 1, first=1, keys=keys)
+    assert held(pair) == 2
+    assert [1, 2] == pair.retrieve(found.lease, 2)
+    assert held(pair) == 0
+
+
 def test_a_part_that_the_lease_has_not_is_refused(pair: Pair) -> None:
     """Past its end, another world, another group."""
     assert pair.store(1).stored == 4
     lease = pair.lookup().lease
-    for count, shard in ((5, {}), (1, {"world": 2}), (1, {"group": 1})):
-        refused = pair.retrieve(lease, count, **shard)
+    for count, world, group in ((5, 1, 0), (1, 2, 0), (1, 1, 1)):
+        refused = pair.retrieve(lease, count, world=world, group=group)
         assert isinstance(refused, ServerError)
         assert refused.error_code == ErrorCode.MALFORMED
     assert [4] == pair.retrieve(lease, 1, first=3)
@@ -602,6 +649,16 @@ def lease(n_chunks: int = 4, *, made: float = 0.0, world: int = 2, session: str 
     return TunnelLease(tuple(bytes([i]) * 32 for i in range(n_chunks)), world, ["id"], session, made)
 
 
+def test_a_worker_elsewhere_locks_its_own_rank_alone() -> None:
+    """Nothing to give back before it has looked up; then what it locked, for its rank and group, once."""
+    one = TunnelLease.elsewhere(tuple(bytes([i]) * 32 for i in range(4)), WireShard(world=3, rank=2, group=1), 0.0)
+    assert [] == one.give_back_all(0, 4)
+    one.lock_again(1, "own", 3)
+    assert [(0, 2)] == one.give_back(0, 2, 1, 2)
+    assert [(1, 2, 2, 3)] == one.give_back_all(0, 4)
+    assert [] == one.give_back_all(0, 4)
+
+
 def test_each_lock_is_given_back_once() -> None:
     """For one rank or all, in whatever parts; again after it was taken again."""
     one = lease()
@@ -609,10 +666,12 @@ def test_each_lock_is_given_back_once() -> None:
     assert [(2, 3)] == one.give_back(1, 3, 0, 0)
     assert [(0, 0, 3, 4), (0, 1, 0, 4)] == one.give_back_all(0, 9)
     assert [] == one.give_back_all(0, 4)
-    one.lock_again(0, "other")
+    one.lock_again(0, "other", 4)
     assert ["other"] == one.request_ids
     assert [(0, None, 1, 2)] == one.give_back_all(1, 2)
     assert [(0, 1), (2, 4)] == one.give_back(0, 4, 0, 1)
+    one.lock_again(0, "third", 2)
+    assert [(0, None, 0, 2)] == one.give_back_all(0, 4)
 
 
 def test_a_book_is_bounded_and_forgets() -> None:

@@ -185,6 +185,36 @@ def test_ranks_and_groups_have_their_own_parts(user: User) -> None:
     assert user.client.lookup("t", keys).hit_chunks == 0
 
 
+def test_workers_in_other_processes_retrieve_by_lease_and_keys(real_server: RealServer, user: User) -> None:
+    """What their scheduler looked up, each rank its own part, as often as it likes; then all is there again."""
+    extra, shards = (IMAGE_X, CacheSalt("s")), [Shard(world=2, rank=rank) for rank in range(2)]
+    keys = chunk_keys(user.space, PROMPT, extra)
+    for shard in shards:
+        assert user.client.store("w", keys, [chunk(10.0 * shard.rank + i) for i in range(4)], shard=shard).stored == 4
+    script = f"""
+from tests.interop.test_tunnel import *
+import sys
+space = KeySpace({user.space.model!r}, chunk_size=CHUNK, kv_dtype="float16")
+lease, rank = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
+with CacheClient({real_server.address!r}, space, on_foreign=TunnelPolicy(space)) as client:
+    def fills(**more):
+        got = client.retrieve(lease, 2, first=1, shard=Shard(world=2, rank=rank), **more)
+        return [float(one.tensors[0].flatten()[0]) for one in got.chunks], type(got.failure).__name__
+    right, other = (chunk_keys(space, PROMPT, [CacheSalt(salt), IMAGE_X]) for salt in "st")
+    print(fills(keys=right), fills(keys=right), fills(keys=other), fills())
+"""
+    for _ in range(2):
+        found = user.client.lookup("r", keys, world=2)
+        assert found.hit_chunks == 4
+        assert found.lease is not None
+        for rank in (1, 0):
+            command = [sys.executable, "-c", script, found.lease.hex(), str(rank)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            there = f"([{10.0 * rank + 1}, {10.0 * rank + 2}], 'NoneType')"
+            assert f"{there} {there} ([], 'NoneType') ([], 'ServerError')\n" == done.stdout
+        assert user.client.end_session("r").known
+
+
 def test_several_tensors_of_any_kind_make_a_chunk(user: User) -> None:
     """What a v1 server has no word for travels all the same: lists of tensors, a partial tail, other sizes."""
     tokens = [*PROMPT, 1, 2, 3]

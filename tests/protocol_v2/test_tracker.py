@@ -78,7 +78,7 @@ def test_a_load_names_its_tokens_and_gives_back_the_rest_of_the_lease_at_once() 
     tracker = tracked(22)
     hit(tracker, 5)
     load = tracker.begin_load(6, 6)
-    assert LoadPlan("r1:1", LEASE, 1, 3, 6, 12) == load
+    assert LoadPlan("r1:1", LEASE, 1, 3, 6, 12, tracker.keys[:3]) == load
     assert load.count == 2
     assert [Release(LEASE, 0, 1), Release(LEASE, 3, None)] == tracker.take_calls()
     assert tracker.load_ended(load.name, failed=False)

@@ -156,8 +156,7 @@ class ToyEngine:
             blocks = tuple(
                 request.table[plan.first * size // self.block_size : -(-plan.stop * size // self.block_size)]
             )
-            digests = b"".join(key.digest for key in plan.keys)
-            task = SaveTask(self._saves, digests, plan.first, plan.stop, (blocks,) * len(self._kv[0]), plan.after_load)
+            task = SaveTask.of(plan, self._saves, (blocks,) * len(self._kv[0]))
             for worker in self.workers:
                 worker.save([task])
         failed = self._report()
@@ -213,9 +212,7 @@ class ToyEngine:
     def _task(self, request: ToyRequest, plan: LoadPlan) -> LoadTask:
         blocks = tuple(request.table[plan.start_token // self.block_size : -(-plan.stop_token // self.block_size)])
         groups = (blocks,) * len(self._kv[0])
-        return LoadTask(
-            request.name, plan.name, plan.lease, plan.first, plan.stop, plan.start_token, plan.stop_token, groups
-        )
+        return LoadTask.of(plan, request.name, groups)
 
     def _report(self) -> bool:
         """Carry the workers' reports over; whether a load failed."""
