@@ -27,6 +27,7 @@ from tests.interop.environment import needs_lmcache
 from tests.interop.our_server import our_server
 from tests.interop.real_client import RealClient, V1User
 from tests.interop.real_server import RealServer, free_port
+from tests.protocol_v2.toy_engine import ToyEngine, ToyRequest
 
 if TYPE_CHECKING:
     from protocol_v2.foreign import ForeignPolicy
@@ -213,6 +214,21 @@ with CacheClient({real_server.address!r}, space, on_foreign=TunnelPolicy(space))
             there = f"([{10.0 * rank + 1}, {10.0 * rank + 2}], 'NoneType')"
             assert f"{there} {there} ([], 'NoneType') ([], 'ServerError')\n" == done.stdout
         assert user.client.end_session("r").known
+
+
+def test_an_engine_with_workers_of_their_own_loads_through_the_tunnel(real_server: RealServer, user: User) -> None:
+    """Two ranks with a policy each, as in processes of their own: a second run loads it all, another salt nothing."""
+    prompt = [1 + i % 7 for i in range(3 * CHUNK + 5)]
+    loaded = []
+    with tunnelled(real_server, user.space) as one, tunnelled(real_server, user.space) as two:
+        for salt in ("s", "s", "t"):
+            engine = ToyEngine(user.client, user.space, world=2, worker_clients=[one.client, two.client])
+            request = ToyRequest(f"e{next(_numbers)}", list(prompt), salt)
+            loaded.append(engine.run(request))
+            engine.flush()
+            assert engine.is_right(request)
+            engine.close()
+    assert [0, 3 * CHUNK, 0] == loaded
 
 
 def test_several_tensors_of_any_kind_make_a_chunk(user: User) -> None:

@@ -51,6 +51,7 @@ class ToyEngine:
         block_size: of all groups.
         wait: loads happen in the step; False: between steps.
         lose: for a rank: how many chunks of a retrieve it loses.
+        worker_clients: one for each rank, where they are not the scheduler's.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ToyEngine:
         block_size: int = 4,
         wait: bool = True,
         lose: Callable[[int], int] = lambda _rank: 0,
+        worker_clients: Sequence[CacheClient] = (),
     ) -> None:
         self.block_size, self.wait, self.world = block_size, wait, world
         self.chunk_size = space.chunk_size
@@ -72,7 +74,7 @@ class ToyEngine:
         unit = Unit.BLOCKS
         self.workers = [
             WorkerSide(
-                LosingClient(client, rank, lose),
+                LosingClient(worker_clients[rank] if worker_clients else client, rank, lose),
                 [
                     PagedGroup({str(n): one for n, one in enumerate(layers)}, [Axes(0, 1)] * LAYERS, block_size,
                                space.chunk_size, unit)
