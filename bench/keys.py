@@ -2,20 +2,27 @@
 
     python bench/keys.py [--tokens 131072] [--rounds 30] [--json]
 
+LMCache's released hasher runs from ``.venv-lmcache`` (``make interop`` builds it), in a process of its own that takes
+its turn like the other rows and times itself; without it that row is missing, and it is said so. Its chain is also
+written down here, in the tightest way that we know of.
+
 The floor is what no implementation can avoid: the list of ids becomes bytes once, and one SHA-256 runs over them.
 Every figure is the median of interleaved rounds, so a slow moment of the machine hits all rows alike. Ratios are to the
 floor of the same rounds. The bars are for chunk 256: at most 2x, and at most 15 % more with images, adapter and salt.
 """
 
+import contextlib
 import hashlib
 import json
 import random
 import statistics
 import struct
+import subprocess
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import blake3
@@ -26,6 +33,8 @@ from rich.table import Table
 
 from keying import CacheSalt, ChunkKeyChain, ExtraKey, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
 
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
 ITEM_TOKENS = 1024
 VOCABULARY = 150_000
 
@@ -75,16 +84,44 @@ def decode_steps(space: KeySpace, tokens: list[int], steps: int) -> Callable[[],
     return run
 
 
-def measure(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each case; the cases take turns."""
+@contextlib.contextmanager
+def released_hasher(tokens: list[int], chunk: int) -> Iterator[dict[str, Callable[[], float]]]:
+    """A row that derives with the released LMCache and gives its seconds; none where it is not installed."""
+    if not PEER_PYTHON.exists():
+        yield {}
+        return
+    command = [str(PEER_PYTHON), str(ROOT / "bench" / "peer_lmcache.py"), "keys", str(chunk)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+        print(json.dumps(tokens), file=stdin, flush=True)
+
+        def run() -> float:
+            print(file=stdin, flush=True)
+            return float(next(line for line in stdout if line[0].isdigit()))
+
+        yield {"LMCache 0.5.6 itself": run}
+        stdin.close()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measure(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median of the seconds that each case says it took; the cases take turns."""
     for run in cases.values():
         run()
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, run in cases.items():
-            begin = time.perf_counter()
-            run()
-            taken[name].append(time.perf_counter() - begin)
+            taken[name].append(run())
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
@@ -109,11 +146,13 @@ def main(
             "keying, 8 images + adapter + salt": partial(chunk_keys, space, ids, extra_keys),
             "keying, text, every id below 256": partial(chunk_keys, space, small),
             "keying, text, every id 1 (worst case)": partial(chunk_keys, space, ones),
-            "LMCache 0.5.6 chain (blake3)": partial(lmcache_chain, ids, chunk),
+            "LMCache 0.5.6 chain (blake3), written tightly": partial(lmcache_chain, ids, chunk),
             "vLLM chain (sha256_cbor)": partial(vllm_chain, ids, chunk),
             f"keying, {steps} decode steps of one token": decode_steps(space, ids, steps),
         }
-        figures[f"chunk {chunk}"] = measure(cases, rounds)
+        with released_hasher(ids, chunk) as peer:
+            ours = {name: partial(timed, run) for name, run in cases.items()}
+            figures[f"chunk {chunk}"] = measure({**ours, **peer}, rounds)
     if as_json:
         print(json.dumps(figures, indent=1))
         return
@@ -127,6 +166,8 @@ def main(
             else:
                 table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / base:.2f}")
         console.print(table)
+    if not PEER_PYTHON.exists():
+        console.print("LMCache 0.5.6 is not installed here ('make interop' does it), so its own row is missing")
 
 
 if __name__ == "__main__":

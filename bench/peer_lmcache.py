@@ -1,7 +1,14 @@
-"""LMCache 0.5.6's own lookup round trip, run by `bench/wire.py` with the interpreter of ``.venv-lmcache``.
+"""LMCache 0.5.6's own code, run by `bench/wire.py` and `bench/keys.py` with the interpreter of ``.venv-lmcache``.
+
+    peer_lmcache.py lookup TOKENS ROUNDS
 
 Starts the released server on a free port of 127.0.0.1, drives it with the released client, and prints one line of JSON:
 median seconds of lookup, wait for the prefetch status and end of session, for a miss and for a full hit.
+
+    peer_lmcache.py keys CHUNK
+
+Reads a line of JSON, the token ids of a request. Then, for each further line, derives their chunk hashes once with the
+released hasher and prints the seconds it took.
 """
 
 import json
@@ -23,7 +30,21 @@ TIMEOUT = 30.0
 MODEL = "bench-model"
 
 
-def main(n_tokens: int, rounds: int) -> None:
+def keys(chunk: int) -> None:
+    """The hasher of the released server, on demand."""
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+    hasher = TokenHasher(chunk_size=chunk, hash_algorithm="blake3")
+    tokens = json.loads(sys.stdin.readline())
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        hashes = hasher.compute_chunk_hashes(tokens)
+        taken = time.perf_counter() - begin
+        assert len(hashes) == len(tokens) // chunk
+        print(taken, flush=True)
+
+
+def lookup(n_tokens: int, rounds: int) -> None:
     """Measure and print."""
     import torch
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
@@ -105,4 +126,7 @@ def main(n_tokens: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[1] == "keys":
+        keys(int(sys.argv[2]))
+    else:
+        lookup(int(sys.argv[2]), int(sys.argv[3]))

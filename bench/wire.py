@@ -281,7 +281,7 @@ def peer(n_tokens: int, rounds: int) -> dict[str, float]:
     """Seconds of the released LMCache's own lookup round trip, or nothing where it is not installed."""
     if not PEER_PYTHON.exists():
         return {}
-    command = [str(PEER_PYTHON), str(ROOT / "bench" / "peer_lmcache.py"), str(n_tokens), str(rounds)]
+    command = [str(PEER_PYTHON), str(ROOT / "bench" / "peer_lmcache.py"), "lookup", str(n_tokens), str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise SystemExit(f"LMCache's side failed: {done.stderr[-2000:]}")
