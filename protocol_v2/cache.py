@@ -245,6 +245,7 @@ class ChunkCache:
         shard: Shard,
         *,
         starts: Sequence[int] | None = None,
+        room: int | None = None,
         now: float,
     ) -> Task[Retrieved]:
         """Objects of the chunks [start, stop) of a lease, for one shard: the prefix that is really there.
@@ -258,6 +259,8 @@ class ChunkCache:
             shard: whose part of the value.
             starts: prompt position at which the reader will use each chunk, for readers that cannot re-rotate
                 segments: an object with another start is a miss. None takes every start.
+            room: bytes; the prefix ends before what would not fit, without a miss, and has one object at least: nothing
+                is read that cannot be sent. None takes all.
             now: seconds, monotonic.
 
         Raises:
@@ -279,7 +282,7 @@ class ChunkCache:
         chunks = standing.chunks[start:stop]
         if starts is not None and len(starts) != len(chunks):
             raise LeaseScopeError(f"retrieve: got {len(starts)} starts for {len(chunks)} chunks, wanted one for each")
-        return self._reader.read([ObjectId(*chunk, shard) for chunk in chunks], starts)
+        return self._reader.read([ObjectId(*chunk, shard) for chunk in chunks], starts, room)
 
     def release(
         self, lease: bytes, *, start: int = 0, stop: int | None = None, shard: Shard | None = None, now: float

@@ -81,6 +81,11 @@ class Connection(ABC):
         return len(self._pending)
 
     @property
+    def pending_ids(self) -> tuple[int, ...]:
+        """Their ids, in the order in which they came."""
+        return tuple(self._pending)
+
+    @property
     def ignored(self) -> int:
         """Messages dropped by id so far: late, repeated, or an answer to nothing."""
         return self._ignored

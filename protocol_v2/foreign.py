@@ -1,16 +1,18 @@
-"""What may be injected into a client for servers that do not know wire protocol 2."""
+"""What may be injected for peers that do not know wire protocol 2: a tunnel into a client, a front into a server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from protocol_v2.errors import ProtocolError
     from protocol_v2.events import Event, SendRequest
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
+    from protocol_v2.jobs import Job
+    from protocol_v2.status import Fact
 
 
 class Tunnel(Protocol):
@@ -52,3 +54,29 @@ class Tunnel(Protocol):
 ForeignPolicy: TypeAlias = "Callable[[frozenset[str]], Tunnel | ProtocolError | None]"
 """Given what a server without `extra_keys/2` listed: a tunnel to it, or None to bypass it. An error is what requests
 end in until the next attempt, raised from calls or told in their results, as if the server had answered it."""
+
+
+class ForeignFront(Protocol):
+    """Another protocol on the same port, injected by the caller. Driven by the loop like the service itself."""
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What the answer to a v1 probe lists beside our own."""
+
+    def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
+        """Take one multipart message that is none of this protocol; it never raises for what a peer sends."""
+
+    def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
+        """Messages to send, with the identity of the peer each goes to."""
+
+    def take_jobs(self) -> list[Job]:
+        """Jobs to run; each comes back by its ``then``."""
+
+    def tick(self, now: float) -> None:
+        """Let time pass; called about ten times a second."""
+
+    def facts(self) -> Mapping[str, Fact]:
+        """Facts for the status; names begin with ``v1.``."""
+
+    def close(self, now: float) -> None:
+        """End all sessions of this front; the cache is closed afterwards by the service."""

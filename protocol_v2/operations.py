@@ -211,20 +211,16 @@ def retrieve(
     make: Callable[[TensorMeta, Frame], Any],
     keys: KeysLike | None = None,
 ) -> Operation[RetrieveResult]:
-    """Tensors of a leased range; asks for less where all would be too large, and again for the rest."""
+    """Tensors of a leased range; asks again for what did not fit one message."""
     first, count = index(first), index(count)
     if count < 1:
         raise LocalProtocolError(f"count: got {count}, wanted at least one chunk")
     known = None if keys is None else as_keys(keys)
     chunks: list[RetrievedChunk] = []
-    most = count
     while len(chunks) < count:
-        rest = min(count - len(chunks), most)
+        rest = count - len(chunks)
         message = RetrieveRequest(lease=lease, first=first + len(chunks), count=rest, shard=shard)
         answer = yield Ask(message, keys=known)
-        if isinstance(answer, ServerError) and answer.error_code == ErrorCode.TOO_LARGE and rest > 1:
-            most = rest // 2
-            continue
         reply = _reply(answer, RetrieveReply)
         if isinstance(reply, ProtocolError):
             return RetrieveResult(tuple(chunks), failure=reply)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import socket
 import threading
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from protocol_v2.frames import Frame
-    from protocol_v2.service import CacheService, Job
+    from protocol_v2.jobs import Job
+    from protocol_v2.service import CacheService
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ ZMTP_HEARTBEAT_MS: Final = 5_000
 ZMTP_HEARTBEAT_TIMEOUT_MS: Final = 15_000
 COPY_BELOW: Final = 64 * 1024
 """Frames smaller than this are copied off the socket: a held zero-copy frame costs more than its bytes."""
+
+ANSWER_SECONDS: Final = 1.0
+"""How long a server that stops still answers, with errors, while work that was begun ends."""
+
+LINGER_MS: Final = 200
+"""How long what was answered may still be sent after that."""
 
 IPC: Final = "ipc://"
 
@@ -109,7 +117,9 @@ class CacheServer:
         return self
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop answering, let running work end, give everything back. Idempotent.
+        """Fail what is pending with `SHUTTING_DOWN`, let running work end, give everything back. Idempotent.
+
+        Peers are answered for `ANSWER_SECONDS` and `LINGER_MS` at most, whatever they do; then their connections close.
 
         Args:
             timeout: seconds to wait for work that runs.
@@ -205,13 +215,10 @@ class CacheServer:
             log.exception("the loop of the server failed")
             self._failure = error
         finally:
-            executor.shutdown(wait=True, cancel_futures=False)
-            now = time.monotonic()
-            while self._finished:
-                self._service.finish(self._finished.popleft(), now)
-            self._flush(router)
-            router.close(linger=200)
+            router.close(linger=LINGER_MS)
             context.term()
+            executor.shutdown(wait=True, cancel_futures=False)
+            self._finish_jobs(time.monotonic())
             self._end()
 
     def _loop(self, router: zmq.Socket[bytes], executor: ThreadPoolExecutor) -> None:
@@ -219,9 +226,16 @@ class CacheServer:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
-        while not self._stopping.is_set():
+        ends = math.inf
+        while True:
             now = time.monotonic()
-            wait = max(0.0, service.next_tick(now) - now)
+            if ends == math.inf and self._stopping.is_set():
+                ends = now + ANSWER_SECONDS
+                service.begin_stop(now)
+                self._flush(router)
+            if ends < math.inf and (now >= ends or not service.busy):
+                return
+            wait = max(0.0, min(service.next_tick(now), ends) - now)
             due = now + wait
             ready = dict(poller.poll(int(wait * 1000) + 1))
             now = time.monotonic()
@@ -229,8 +243,7 @@ class CacheServer:
                 service.note_lag(max(0.0, now - due))
             if self._wake_in.fileno() in ready:
                 self._drain_wake()
-            while self._finished:
-                service.finish(self._finished.popleft(), now)
+            self._finish_jobs(now)
             if router in ready:
                 self._receive(router, now)
             service.tick(time.monotonic())
@@ -247,6 +260,10 @@ class CacheServer:
             identity, *rest = parts
             frames: list[Frame] = [part.bytes if len(part) < COPY_BELOW else part.buffer for part in rest]
             self._service.receive(identity.bytes, frames, now)
+
+    def _finish_jobs(self, now: float) -> None:
+        while self._finished:
+            self._service.finish(self._finished.popleft(), now)
 
     def _work(self, job: Job) -> None:
         """In a worker thread: the part of a task that blocks."""

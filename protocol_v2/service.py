@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from protocol_v2.capability import answer_probe, is_probe
 from protocol_v2.codes import ErrorCode, RefusalCode
@@ -28,9 +28,10 @@ from protocol_v2.events import (
     SendReply,
     SessionLost,
 )
-from protocol_v2.frames import is_protocol_2, payload_bytes
+from protocol_v2.frames import is_protocol_2
 from protocol_v2.hello import Refusal, Welcome
 from protocol_v2.identity import check_places, resolve_keys
+from protocol_v2.jobs import Jobs
 from protocol_v2.messages import (
     ClearReply,
     ClearRequest,
@@ -55,16 +56,18 @@ from protocol_v2.outcomes import StoreOutcome
 from protocol_v2.server_connection import ServerConnection
 from protocol_v2.status import ServiceCounters, describe_status
 from protocol_v2.storage import Shard
-from protocol_v2.stored_messages import objects_of_store, reply_of_objects
+from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from keying import KeySpace
     from protocol_v2.cache import ChunkCache
     from protocol_v2.events import Event
+    from protocol_v2.foreign import ForeignFront
     from protocol_v2.frames import Frame
     from protocol_v2.identity import Chunks
+    from protocol_v2.jobs import Job
     from protocol_v2.messages import Reply
     from protocol_v2.status import Fact
     from protocol_v2.wire_keys import Shard as WireShard
@@ -76,9 +79,6 @@ T = TypeVar("T")
 MAX_PEERS: Final = 4096
 """Sessions that stand at one time; one more hello is refused as busy."""
 
-MAX_JOBS: Final = 4096
-"""Jobs that were taken and not yet finished; a request that would need one more is answered as busy."""
-
 MAX_SPACES: Final = 4096
 """Spaces remembered for the notice in a welcome."""
 
@@ -88,48 +88,22 @@ FRAME_SLACK: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """Tasks to be run in one thread, one after the other, and what follows on the loop."""
-
-    tasks: Sequence[Task[Any]]
-    then: Callable[[float], None]
-
-    def run(self) -> None:
-        """The blocking part; in any thread, once. Never raises: each task keeps what it ended in."""
-        for task in self.tasks:
-            task.run()
-
-
-class ForeignFront(Protocol):
-    """Another protocol on the same port, injected by the caller. Driven by the loop like the service itself."""
-
-    @property
-    def capabilities(self) -> tuple[str, ...]:
-        """What the answer to a v1 probe lists beside our own."""
-
-    def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
-        """Take one multipart message that is none of this protocol; it never raises for what a peer sends."""
-
-    def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
-        """Messages to send, with the identity of the peer each goes to."""
-
-    def take_jobs(self) -> list[Job]:
-        """Jobs to run; each comes back by its ``then``."""
-
-    def tick(self, now: float) -> None:
-        """Let time pass; called about ten times a second."""
-
-    def facts(self) -> Mapping[str, Fact]:
-        """Facts for the status; names begin with ``v1.``."""
-
-    def close(self, now: float) -> None:
-        """End all sessions of this front; the cache is closed afterwards by the service."""
-
-
-@dataclass(slots=True, eq=False)
 class _Peer:
     identity: bytes
     connection: ServerConnection
+
+
+class _Named(TypedDict):
+    """Arguments that a lookup and a prefetch of the cache have in common."""
+
+    root: bytes
+    keys: Sequence[bytes]
+    world: int
+    groups: int
+    owner: bytes
+    session: str
+    full: int
+    now: float
 
 
 class CacheService:
@@ -162,12 +136,12 @@ class CacheService:
         self._peers: dict[bytes, _Peer] = {}
         self._spaces = {space.root: space for space in islice(spaces, MAX_SPACES)}
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
-        self._jobs: deque[Job] = deque()
-        self._running = 0
+        self._stopping = False
         self._next_tick = started
         self._next_maintenance = started
         self._lag = 0.0
         self.counters = ServiceCounters()
+        self._jobs = Jobs(self.counters)
         self.facts = self.status(started)
         """Status as of the last maintenance: replaced, never changed, so any thread may read it."""
 
@@ -199,10 +173,14 @@ class CacheService:
             return
         self._handle(peer, events, now)
 
+    @property
+    def busy(self) -> bool:
+        """Whether some work is not settled."""
+        return len(self._jobs) > 0
+
     def finish(self, job: Job, now: float) -> None:
         """Settle a job that was run."""
-        self._running -= 1
-        job.then(now)
+        self._jobs.settle(job, now)
 
     def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
         """Messages to send, with the identity of the peer each goes to."""
@@ -214,12 +192,7 @@ class CacheService:
 
     def take_jobs(self) -> list[Job]:
         """Jobs to run; each must come back by `finish`."""
-        taken = list(self._jobs)
-        self._jobs.clear()
-        if self._front is not None:
-            taken += self._front.take_jobs()
-        self._running += len(taken)
-        return taken
+        return self._jobs.take(() if self._front is None else self._front.take_jobs())
 
     def next_tick(self, now: float) -> float:
         """When `tick` wants to be called next."""
@@ -238,7 +211,7 @@ class CacheService:
         if now >= self._next_maintenance:
             self._next_maintenance = now + MAINTENANCE_SECONDS
             for task in self._cache.maintain(now):
-                self._background(task, now)
+                self._jobs.background(task, now)
             self.facts = self.status(now)
 
     def note_lag(self, seconds: float) -> None:
@@ -249,6 +222,13 @@ class CacheService:
         """A message could not be sent: the peer's queue is full, or the peer is gone."""
         self.counters.unsent += 1
         log.debug("a message to %s was not sent: errno %d", identity.hex(), errno)
+
+    def begin_stop(self, now: float) -> None:
+        """Fail what is pending and all that still comes: `SHUTTING_DOWN`, once each. Work that was begun goes on."""
+        self._stopping = True
+        for peer in self._peers.values():
+            for request_id in peer.connection.pending_ids:
+                self._fail(peer, request_id, _shutting_down(), now)
 
     def close(self, now: float) -> None:
         """End all sessions and close the cache, once; blocks while the cache writes what it has."""
@@ -294,13 +274,11 @@ class CacheService:
 
     def _answer_hello(self, peer: _Peer, hello: HelloReceived, now: float) -> None:
         answer: Welcome | Refusal
-        if len(self._peers) >= self._max_peers and peer.identity not in self._peers:
-            answer = Refusal(
-                code=RefusalCode.BUSY,
-                message=f"{len(self._peers)} sessions stand, which is all there is room for; retry later",
-                asked=hello.offer.to_wire(),
-                accepted=self._terms.offer.to_wire(),
-            )
+        if self._stopping:
+            answer = self._refusal(hello, RefusalCode.SHUTTING_DOWN, "the server is going away")
+        elif len(self._peers) >= self._max_peers and peer.identity not in self._peers:
+            text = f"{len(self._peers)} sessions stand, which is all there is room for; retry later"
+            answer = self._refusal(hello, RefusalCode.BUSY, text)
         else:
             answer = answer_hello(hello, self._terms, self._spaces.values())
         self._queue(peer, peer.connection.send(AnswerHello(hello.request_id, answer), now))
@@ -322,7 +300,11 @@ class CacheService:
             )
         if hello.space is not None and hello.space.root not in self._spaces and len(self._spaces) < MAX_SPACES:
             self._spaces[hello.space.root] = hello.space
-            self._background(self._cache.describe(hello.space), now)
+            self._jobs.background(self._cache.describe(hello.space), now)
+
+    def _refusal(self, hello: HelloReceived, code: RefusalCode, text: str) -> Refusal:
+        asked, accepted = hello.offer.to_wire(), self._terms.offer.to_wire()
+        return Refusal(code=code, message=text, asked=asked, accepted=accepted)
 
     def _drop(self, peer: _Peer, now: float) -> None:
         """End a peer's session from this side."""
@@ -333,6 +315,8 @@ class CacheService:
     def _answer(self, peer: _Peer, request: RequestReceived, now: float) -> None:
         self.counters.requests += 1
         try:
+            if self._stopping:
+                raise _shutting_down()  # noqa: TRY301  (one place makes the error reply)
             self._dispatch(peer, request, now)
         except Exception as error:  # a handler that fails costs its own request
             self._fail(peer, request.request_id, error, now)
@@ -364,38 +348,55 @@ class CacheService:
 
     # ---- answers
 
-    def _lookup(self, peer: _Peer, message: LookupRequest, now: float) -> LookupReply:
+    def _named(self, peer: _Peer, message: LookupRequest | PrefetchRequest, now: float) -> _Named:
+        """What a lookup and a prefetch name alike."""
         space = peer.connection.space
         chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
-        hit = self._cache.lookup(
-            _root(space),
-            chunks.digests,
+        return _Named(
+            root=_root(space),
+            keys=chunks.digests,
             world=message.world,
             groups=message.groups,
             owner=peer.identity,
             session=message.session,
-            lease=message.lease,
-            ttl=self._terms.limits.lease_ms / 1000,
             full=_n_full(chunks),
             now=now,
         )
+
+    def _lookup(self, peer: _Peer, message: LookupRequest, now: float) -> LookupReply:
+        ttl = self._terms.limits.lease_ms / 1000
+        hit = self._cache.lookup(**self._named(peer, message, now), lease=message.lease, ttl=ttl)
         return LookupReply(
             hit_chunks=hit.chunks, lease=hit.lease, lease_ms=int(hit.lease_seconds * 1000), miss=hit.miss
         )
 
+    def _prefetch(self, peer: _Peer, message: PrefetchRequest, now: float) -> PrefetchReply:
+        prefetch = self._cache.prefetch(**self._named(peer, message, now))
+        for task in prefetch.tasks:
+            self._jobs.background(task, now)
+        return PrefetchReply(accepted=len(prefetch.tasks), resident=prefetch.resident)
+
     def _retrieve(self, peer: _Peer, request: RequestReceived, message: RetrieveRequest, now: float) -> None:
+        most = self._terms.limits.max_payload_bytes
         task = self._cache.retrieve(
-            message.lease, message.first, message.first + message.count, _storage_shard(message.shard), now=now
+            message.lease,
+            message.first,
+            message.first + message.count,
+            _storage_shard(message.shard),
+            room=most,
+            now=now,
         )
 
         def then(now: float) -> None:
             retrieved = task.finish(now)
-            reply, payload = reply_of_objects(retrieved.objects, retrieved.miss)
-            most, total = self._terms.limits.max_payload_bytes, payload_bytes(payload)
-            if total > most:
+            fitting = leading_that_fit(retrieved.objects, most)
+            if retrieved.objects and not fitting:
+                size = retrieved.objects[0].envelope.payload_size
                 raise RemoteProtocolError(
-                    ErrorCode.TOO_LARGE, f"payload: got {total} bytes, wanted at most {most}; name fewer chunks at once"
+                    ErrorCode.TOO_LARGE, f"payload: the chunk has {size} bytes, of at most {most} in one message"
                 )
+            miss = retrieved.miss if len(fitting) == len(retrieved.objects) else None
+            reply, payload = reply_of_objects(fitting, miss)
             self._reply(peer, request, reply, now, payload)
 
         self._run(peer, request, [task], then, now)
@@ -426,23 +427,6 @@ class CacheService:
 
         self._run(peer, request, tasks, then, now)
 
-    def _prefetch(self, peer: _Peer, message: PrefetchRequest, now: float) -> PrefetchReply:
-        space = peer.connection.space
-        chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
-        prefetch = self._cache.prefetch(
-            _root(space),
-            chunks.digests,
-            world=message.world,
-            groups=message.groups,
-            owner=peer.identity,
-            session=message.session,
-            full=_n_full(chunks),
-            now=now,
-        )
-        for task in prefetch.tasks:
-            self._background(task, now)
-        return PrefetchReply(accepted=len(prefetch.tasks), resident=prefetch.resident)
-
     def _ping(self, now: float) -> PingReply:
         return PingReply(
             boot=self._terms.boot_id,
@@ -469,7 +453,7 @@ class CacheService:
             "server.peers": len(self._peers),
             "server.v1_accepted": self._front is not None,
             "server.spaces": len(self._spaces),
-            "server.jobs": self._running + len(self._jobs),
+            "server.jobs": len(self._jobs),
         }
         if self._front is not None:
             server |= self._front.facts()
@@ -493,31 +477,7 @@ class CacheService:
             except Exception as error:  # what the operation ended in belongs to its own request
                 self._fail(peer, request.request_id, error, now)
 
-        if all(task.ready for task in tasks):
-            guarded(now)
-            return
-        if self._running + len(self._jobs) >= MAX_JOBS:
-            for task in tasks:
-                task.cancel(now)
-            raise RemoteProtocolError(ErrorCode.BUSY, f"{MAX_JOBS} operations are under way; retry later")
-        self._jobs.append(Job(tasks, guarded))
-
-    def _background(self, task: Task[T], now: float) -> None:
-        """Work that nobody waits for."""
-
-        def then(now: float) -> None:
-            try:
-                task.finish(now)
-            except ProtocolError as error:
-                self.counters.background_failures += 1
-                log.warning("background work failed: %s", error)
-
-        if task.ready:
-            then(now)
-        elif self._running + len(self._jobs) >= MAX_JOBS:
-            task.cancel(now)
-        else:
-            self._jobs.append(Job([task], then))
+        self._jobs.run(tasks, guarded, now)
 
     def _reply(
         self, peer: _Peer, request: RequestReceived, message: Reply, now: float, payload: tuple[Frame, ...] = ()
@@ -537,6 +497,10 @@ class CacheService:
     def _queue(self, peer: _Peer, frames: list[Frame]) -> None:
         if frames:
             self._outgoing.append((peer.identity, frames))
+
+
+def _shutting_down() -> RemoteProtocolError:
+    return RemoteProtocolError(ErrorCode.SHUTTING_DOWN, "the server is going away; ask another, or again later")
 
 
 def _root(space: KeySpace | None) -> bytes:

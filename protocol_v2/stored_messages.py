@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from protocol_v2.frames import MAX_PAYLOAD_FRAMES
 from protocol_v2.messages import RetrieveReply
 from protocol_v2.storage import ObjectId, Shard, TensorSpec, stored_object
 from protocol_v2.storage.objects import Envelope
@@ -44,6 +45,17 @@ def objects_of_store(
         )
         objects.append(stored_object(envelope, payload[at : at + len(metas)], give=True))
         at += len(metas)
+    return objects
+
+
+def leading_that_fit(objects: Sequence[StoredObject], most: int) -> Sequence[StoredObject]:
+    """The leading objects that one message can carry: `most` bytes, and as many frames as a message may have."""
+    size = frames = 0
+    for count, obj in enumerate(objects):
+        size += obj.envelope.payload_size
+        frames += len(obj.buffers)
+        if size > most or frames > MAX_PAYLOAD_FRAMES:
+            return objects[:count]
     return objects
 
 

@@ -40,8 +40,8 @@ from compat.v1.pickled_tensors import DTYPE_BYTES
 from compat.v1.wire import V1WireError, decode_request, encode_answer, encode_failure
 from protocol_v2.capability import CAPABILITY
 from protocol_v2.errors import ProtocolError
+from protocol_v2.jobs import Job
 from protocol_v2.outcomes import StoreOutcome
-from protocol_v2.service import Job
 from protocol_v2.storage import Shard
 from protocol_v2.work import Done, Task, blocking
 

@@ -62,23 +62,29 @@ class Reader:
         self.undelivered: Counter[MissReason] = Counter()
         self.set_aside: Counter[MissReason] = Counter()
 
-    def read(self, wanted: Sequence[ObjectId], starts: Sequence[int] | None) -> Task[Retrieved]:
-        """The objects, as far as they are there.
+    def read(self, wanted: Sequence[ObjectId], starts: Sequence[int] | None, room: int | None) -> Task[Retrieved]:
+        """The objects, as far as they are there and fit.
 
         Args:
             wanted: in order.
             starts: prompt position at which the reader will use each; None takes every start.
+            room: bytes that may be delivered; the first object is read in any case. None takes all.
 
         Raises:
             CacheBusyError: too many bytes are under way.
         """
         plan: list[StoredObject | Read] = []
+        missing: MissReason | None = None
+        size = 0
         for one in wanted:
             held = self._memory.find(one) or self._plan(one)
             if held is None:
+                missing = self._faults.reason(one.chunk)
+                break
+            size += held.charge if isinstance(held, Read) else held.envelope.payload_size
+            if plan and room is not None and size > room:
                 break
             plan.append(held)
-        missing = None if len(plan) == len(wanted) else self._faults.reason(wanted[len(plan)].chunk)
         reads = [one for one in plan if isinstance(one, Read)]
 
         def settle(_: None) -> Retrieved:

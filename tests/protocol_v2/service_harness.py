@@ -3,21 +3,25 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keying import ChunkKey, KeySpace
 from protocol_v2.cache import ChunkCache
 from protocol_v2.client_connection import ClientConnection
 from protocol_v2.events import Established, Event, ReplyReceived, RequestFailed, SayHello, SendRequest
+from protocol_v2.foreign import ForeignFront
 from protocol_v2.frames import Frame
 from protocol_v2.hello import Limits
 from protocol_v2.identity import keys_of_digests
 from protocol_v2.messages import LookupRequest, Request, RetrieveRequest, StoreRequest
 from protocol_v2.negotiation import ClientTerms, ServerTerms
-from protocol_v2.service import CacheService, ForeignFront, Job
+from protocol_v2.service import CacheService
 from protocol_v2.tensors import TensorMeta
 from protocol_v2.tiers import DiskTier
 from protocol_v2.wire_keys import Shard
+
+if TYPE_CHECKING:
+    from protocol_v2.jobs import Job
 
 SPACE = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
 MEMORY = 1 << 20

@@ -69,6 +69,20 @@ async def test_calls_run_side_by_side(client: AsyncCacheClient) -> None:
     assert 0 == client.pending
 
 
+async def test_a_large_retrieve_comes_whole(tmp_path: Path) -> None:
+    """What does not fit one message is asked for until it is there, and a part of the range is that part."""
+    with make_server(f"ipc://{tmp_path}/s", max_payload_bytes=10_000) as server:
+        async with AsyncCacheClient(server.address, SPACE, patience=QUICK, timeout=5.0) as client:
+            assert 4 == (await client.store("r", KEYS, tensors(4, size=1000))).stored
+            hit = await client.lookup("r", KEYS)
+            assert hit.lease is not None
+            for first, count in ((0, 4), (1, 3)):
+                got = await client.retrieve(hit.lease, count, first=first)
+                wanted = tensors(4, size=1000)[first : first + count]
+                assert all(torch.equal(a.tensors[0], b) for a, b in zip(got.chunks, wanted, strict=True))
+                assert (None, None) == (got.miss, got.failure)
+
+
 async def test_waiting_does_not_block_the_loop(tmp_path: Path) -> None:
     """While a call waits for a silent server, the loop turns."""
     address = f"ipc://{tmp_path}/s"

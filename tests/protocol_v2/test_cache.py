@@ -221,6 +221,21 @@ def test_records_carry_their_own_sizes(cache: ChunkCache) -> None:
     ]
 
 
+def test_nothing_is_read_that_cannot_be_sent(tmp_path: Path) -> None:
+    """With room for less than the range its prefix comes, one object at least, and no file behind it is read."""
+    cache = open_cache(tmp_path)
+    store_chain(cache, KEYS[:3])
+    lease = lease_of(cache, KEYS)
+    assert (expected(KEYS, 0, 1), None) == delivered(cache, lease, 0, 3, room=128)
+    assert (expected(KEYS, 2), None) == delivered(cache, lease, 2, 3, room=0)
+    run(cache.close(0.0))
+    cache = open_cache(tmp_path)
+    lease = lease_of(cache, KEYS)
+    assert (expected(KEYS, 0, 1), None) == delivered(cache, lease, 0, 3, room=2 * BLOCKS)
+    assert 2 == cache.status(0.0).memory.objects
+    assert (expected(KEYS, 0, 1, 2), None) == delivered(cache, lease, 0, 3)
+
+
 def test_another_start_is_a_miss_for_who_cannot_rotate(cache: ChunkCache) -> None:
     """A reader that names the starts it can use gets the prefix that has them; one that names none gets all."""
     store_chain(cache, KEYS[:3])

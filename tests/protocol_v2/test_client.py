@@ -198,8 +198,11 @@ def test_large_stores_and_retrieves_go_in_parts(tmp_path: Path) -> None:
         assert 4 == client.store("r", KEYS, tensors(4, size=1000)).stored
         hit = client.lookup("r", KEYS)
         assert hit.lease is not None
+        before = client.status()
         got = client.retrieve(hit.lease, 4)
+        after = client.status()
         assert all(torch.equal(a.tensors[0], b) for a, b in zip(got.chunks, tensors(4, size=1000), strict=True))
+        assert (2 + 1, 0) == tuple(after[f"service.{n}"] - before[f"service.{n}"] for n in ("requests", "failed"))  # type: ignore[operator]
         with pytest.raises(LocalProtocolError, match="payload"):
             client.store("r", KEYS, tensors(1, size=5000))
 

@@ -4,21 +4,28 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
+from keying import KeySpace, chunk_keys
 from protocol_v2.cache import ChunkCache
+from protocol_v2.client import CacheClient
 from protocol_v2.client_connection import ClientConnection
-from protocol_v2.errors import LocalProtocolError
+from protocol_v2.codes import ErrorCode
+from protocol_v2.errors import LocalProtocolError, ServerError
 from protocol_v2.events import Event, SayHello, SendRequest
 from protocol_v2.hello import Limits
 from protocol_v2.messages import PingRequest, Request
 from protocol_v2.negotiation import ClientTerms, ServerTerms
 from protocol_v2.server import AddressInUseError, CacheServer, checked_addresses
 from protocol_v2.service import CacheService
+from protocol_v2.tiers import DiskTier
+from protocol_v2.work import blocking
 
 pytestmark = pytest.mark.zmq
 DEADLINE = 10_000
@@ -191,3 +198,51 @@ def test_a_loop_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert server.join(DEADLINE / 1000)
     with pytest.raises(RuntimeError, match="loop failed"):
         server.stop()
+
+
+def test_a_stop_answers_what_is_pending(tmp_path: Path) -> None:
+    """A request that waits for a worker fails with SHUTTING_DOWN at the stop, long before its own deadline."""
+    held, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        held.wait()
+
+    cache = ChunkCache(1 << 20, DiskTier(tmp_path / "store", budget=1 << 24))
+    cache.load()
+    service = CacheService(cache, ServerTerms(boot_id=os.urandom(16)), started=time.monotonic())
+    service._jobs.background(blocking(hold, lambda _ran, _now: None), 0.0)  # the only worker is busy
+    space = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
+    keys = chunk_keys(space, range(4))
+    server = CacheServer(f"ipc://{tmp_path}/s", service, workers=1).start()
+    try:
+        assert begun.wait(DEADLINE / 1000)
+        with CacheClient(server.address, space, timeout=120.0) as client, ThreadPoolExecutor(1) as caller:
+            client.wait_ready()
+            storing = caller.submit(client.store, "r", keys, [np.zeros(8, np.uint8)])
+            while len(service._jobs) < 2:
+                assert not storing.done()
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            failure = storing.result(DEADLINE / 1000).failure
+            assert isinstance(failure, ServerError)
+            assert ErrorCode.SHUTTING_DOWN == failure.error_code
+            held.set()
+            stopping.join(DEADLINE / 1000)
+            assert not stopping.is_alive()
+    finally:
+        held.set()
+        server.stop()
+
+
+def test_a_peer_that_never_reads_does_not_hold_up_a_stop(tmp_path: Path, sockets: Sockets) -> None:
+    """Answers that nobody takes are dropped in the end: the stop is over in a few seconds."""
+    server = CacheServer(f"ipc://{tmp_path}/s", service()).start()
+    deaf = sockets.dealer(server.address, rcvhwm=1)
+    for number in range(5000):
+        deaf.send_multipart([b"\xcd" + number.to_bytes(2, "big"), b"\x20"])
+    assert Dealer(sockets, server.address).ask(PingRequest())
+    begin = time.monotonic()
+    server.stop()
+    assert time.monotonic() - begin < DEADLINE / 1000
+    assert server.join(0)

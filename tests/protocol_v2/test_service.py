@@ -20,7 +20,7 @@ from keying import (
 )
 from protocol_v2.codes import ErrorCode, MissReason, RefusalCode
 from protocol_v2.errors import ServerError
-from protocol_v2.events import Established, Refused, SendRequest
+from protocol_v2.events import Established, Refused, ReplyReceived, RequestFailed, SendRequest
 from protocol_v2.hello import Limits
 from protocol_v2.identity import keys_of_digests, keys_of_tokens
 from protocol_v2.messages import (
@@ -30,6 +30,8 @@ from protocol_v2.messages import (
     PingRequest,
     PrefetchRequest,
     ReleaseRequest,
+    RetrieveReply,
+    RetrieveRequest,
     StatusRequest,
 )
 from protocol_v2.tiers import DiskTier
@@ -291,17 +293,32 @@ def test_bounds_are_answered_as_such() -> None:
     assert (0, 0, 1) == _counts(declined.store(keys(), [b"x" * 10_000]))
 
 
-def test_a_retrieve_beyond_the_payload_limit_says_so() -> None:
-    """It is TOO_LARGE, so that the client asks for fewer chunks, and fewer are served."""
+def test_a_retrieve_beyond_the_payload_limit_gives_what_fits() -> None:
+    """The leading chunks that fit, without a miss; the rest when it is asked for; all of it where all fits."""
     client = Harness(limits=Limits(max_payload_bytes=2000)).client()
     whole = [b"a" * 900, b"b" * 900, b"c" * 900]
     client.store(keys(), whole[:2])
     client.store(keys(), whole[2:], session="rest", first=2)
     hit = client.lookup(keys(), session="read")
     assert 3 == hit.hit_chunks
-    assert ErrorCode.TOO_LARGE == code_of(client.retrieve(hit.lease, 3))
-    assert whole[:2] == client.retrieve(hit.lease, 2)
+    ended = client.outcome(client.begin(RetrieveRequest(lease=hit.lease, count=3)))
+    assert isinstance(ended, ReplyReceived)
+    assert isinstance(ended.message, RetrieveReply)
+    assert (2, None) == (ended.message.count, ended.message.miss)
+    assert whole[:2] == [bytes(frame) for frame in ended.payload]
     assert whole[2:] == client.retrieve(hit.lease, 1, first=2)
+
+
+def test_a_chunk_beyond_the_payload_limit_is_too_large(tmp_path: Path) -> None:
+    """One that does not fit alone, kept from a run with a wider limit, is refused; those before it are delivered."""
+    wide = Harness(disk=DiskTier(tmp_path / "store", budget=1 << 24))
+    wide.client().store(keys(), [b"a" * 900, b"b" * 2100])
+    wide.service.close(wide.now)
+    narrow = Harness(disk=DiskTier(tmp_path / "store", budget=1 << 24), limits=Limits(max_payload_bytes=2000)).client()
+    hit = narrow.lookup(keys())
+    assert 2 == hit.hit_chunks
+    assert [b"a" * 900] == narrow.retrieve(hit.lease, 2)
+    assert ErrorCode.TOO_LARGE == code_of(narrow.retrieve(hit.lease, 1, first=1))
 
 
 def test_clear_forgets_what_is_not_leased() -> None:
@@ -325,6 +342,32 @@ def test_one_more_peer_than_there_is_room_for_is_refused_as_busy() -> None:
     refused = late.hello()
     assert isinstance(refused, Refused)
     assert RefusalCode.BUSY == refused.refusal.code
+
+
+def test_a_stop_fails_what_is_pending_and_what_still_comes(tmp_path: Path) -> None:
+    """What is pending gets one SHUTTING_DOWN at once, a later request too, a hello a refusal; a begun store is kept."""
+    harness = Harness(disk=DiskTier(tmp_path, budget=1 << 20))
+    client = harness.client()
+    harness.release_jobs()
+    harness.hold = True
+    begun = client.begin(*store_message(keys(), values("a")))
+    assert client.outcome(begun) is None
+    harness.service.begin_stop(harness.now)
+    client.receive()
+    failed = client.outcome(begun)
+    assert isinstance(failed, RequestFailed)
+    assert (ErrorCode.SHUTTING_DOWN, True) == (code_of(failed.error), failed.error.retriable)
+    assert ErrorCode.SHUTTING_DOWN == code_of(client.ask(PingRequest()))
+    refused = Client(harness, b"late", SPACE, b"d" * 16).hello()
+    assert isinstance(refused, Refused)
+    assert RefusalCode.SHUTTING_DOWN == refused.refusal.code
+    assert harness.service.busy
+    n_events = len(client.events)
+    harness.release_jobs()
+    client.receive()
+    assert (n_events, False) == (len(client.events), harness.service.busy)
+    harness.service.close(harness.now)
+    assert 1 == Harness(disk=DiskTier(tmp_path, budget=1 << 20)).client().lookup(keys()).hit_chunks
 
 
 def test_work_on_disk_never_holds_up_a_ping(tmp_path: Path) -> None:
