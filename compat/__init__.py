@@ -6,7 +6,8 @@
     producers        apply_mm_hashes_to_token_ids, mm_hash_to_token_values (deprecated)
     tunnel           a schema-2 key as token ids, for servers that key on tokens alone
     token_database   ChunkedTokenDatabase, SegmentTokenDatabase: process_tokens as LMCache's callers know it
-    audit, purge     what a store holds by schema, and retiring a part of it
+    audit, purge     what a folder holds by schema, and retiring a part of it
+    redis_listing    the same of a database of Redis or Valkey
     v1               one module for each format of LMCache 0.5.x; of them, re-exported here:
                      V1Front, which lets unmodified v1 clients use a v2 server (``CacheService(front=...)``), and
                      TunnelPolicy, bypass, refuse, what a v2 client does with a v1 server (``on_foreign=``)

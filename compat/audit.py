@@ -1,9 +1,11 @@
-"""What a folder holds, by name alone: schema, format, model, salted or not, age, bytes. No value is ever opened.
+"""What a store holds, by name alone: schema, format, model, salted or not, age, bytes. No value is ever opened.
 
     entry          a name of schema 1 (`compat.v1.recognise`) or of schema 2 and later (`xk<n>/...`)
     description    a space's space.json; it gives the model of the schema-2 entries beside it, if its root agrees
     internal       lock, temporary and quarantined files of a disk tier
     unrecognised   everything else, links and special files included
+
+Entries that a v2 server keeps for v1 clients are schema 2, and told apart by their root: format `xk2, of v1 clients`.
 
 Which generation of v1 producers (raw, int16, sha31) derived a key, no name says. Below `xk<n>` and `xk<n>.*` nothing is
 ever taken for a v1 name, whatever it is called.
@@ -21,14 +23,15 @@ from pathlib import Path
 from typing import Final
 
 from compat.v1 import AmbiguousName, StoreKind, recognise
+from compat.v1.front_storage import is_namespace_root
 from keying import KeyingError
-from protocol_v2.storage.descriptions import parse_description
+from protocol_v2.storage.descriptions import MAX_DESCRIPTION_BYTES, parse_description
 from protocol_v2.storage.errors import StorageValueError
 from protocol_v2.storage.names import ROOT_PREFIX_BYTES, SPACE_FILE, parse_any_schema
 
 _OURS: Final = re.compile(r"xk(0|[1-9][0-9]{0,4})(?:\.[^/]*)?(?:/|\Z)", re.ASCII)
-_DESCRIPTION: Final = re.compile(rf"xk(0|[1-9][0-9]{{0,4}})/([0-9a-f]{{32}})/{re.escape(SPACE_FILE)}", re.ASCII)
-_MAX_DESCRIPTION: Final = 1 << 20
+DESCRIPTION_NAME: Final = re.compile(rf"xk(0|[1-9][0-9]{{0,4}})/([0-9a-f]{{32}})/{re.escape(SPACE_FILE)}", re.ASCII)
+"""Schema and root prefix of a description's name."""
 
 
 class Holding(StrEnum):
@@ -42,18 +45,18 @@ class Holding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """One file, as a listing gives it.
+    """One file or key, as a listing gives it.
 
     Attributes:
-        name: path below the store's folder, with ``/``.
+        name: path below the store's folder, with ``/``; or the key.
         n_bytes: its size.
-        modified: seconds since the epoch.
-        regular: whether it is a file, not a link or special file.
+        modified: seconds since the epoch: last modification of a file, last use of a key; None where nobody knows.
+        regular: whether it is a file, not a link or special file; or a key with a string.
     """
 
     name: str
     n_bytes: int
-    modified: float
+    modified: float | None
     regular: bool = True
 
 
@@ -85,19 +88,22 @@ class Identity:
         return len(self.models) > 1 or not self.complete
 
 
-def identify(stored: StoredName, models: Mapping[str, str] | None = None) -> Identity:
-    """What one file of a folder is.
+def identify(
+    stored: StoredName, models: Mapping[str, str] | None = None, kind: StoreKind = StoreKind.FOLDER
+) -> Identity:
+    """What one file or key is.
 
     Args:
-        stored: the file.
+        stored: the file or key.
         models: model by space folder (`xk2/<root prefix>`), as `described_models` gives it.
+        kind: of the store: the same characters mean different things in different stores.
     """
     name = stored.name
     if not stored.regular:
         return Identity(Holding.UNRECOGNISED)
     if (ours := _OURS.match(name)) is not None:
         return _identify_ours(name, int(ours[1]), models or {})
-    found = recognise(name.rsplit("/", 1)[-1], StoreKind.FOLDER)
+    found = recognise(name.rsplit("/", 1)[-1] if kind is StoreKind.FOLDER else name, kind)
     if found is None:
         return Identity(Holding.UNRECOGNISED)
     if isinstance(found, AmbiguousName):
@@ -120,7 +126,7 @@ def _identify_ours(name: str, schema: int, models: Mapping[str, str]) -> Identit
         return Identity(Holding.UNRECOGNISED)
     if not below or "." in folder:
         return Identity(Holding.INTERNAL, schema)
-    if _DESCRIPTION.fullmatch(name):
+    if DESCRIPTION_NAME.fullmatch(name):
         return Identity(Holding.DESCRIPTION, schema)
     try:
         parse_any_schema(name)
@@ -128,7 +134,8 @@ def _identify_ours(name: str, schema: int, models: Mapping[str, str]) -> Identit
         return Identity(Holding.UNRECOGNISED)
     model = models.get(f"{folder}/{below[0]}")
     known = frozenset() if model is None else frozenset({model})
-    return Identity(Holding.ENTRY, schema, folder, known, True, model)
+    form = f"{folder}, of v1 clients" if is_namespace_root(bytes.fromhex(below[0])) else folder
+    return Identity(Holding.ENTRY, schema, form, known, True, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,28 +152,31 @@ class Group:
 
 @dataclass(slots=True)
 class Count:
-    """Sum over a group. Times are seconds since the epoch."""
+    """Sum over a group. Times are seconds since the epoch, of the names whose time is known; None without any."""
 
-    names: int
-    n_bytes: int
-    oldest: float
-    newest: float
+    names: int = 0
+    n_bytes: int = 0
+    oldest: float | None = None
+    newest: float | None = None
+
+    def add(self, stored: StoredName) -> None:
+        """One more name."""
+        self.names += 1
+        self.n_bytes += stored.n_bytes
+        if (time := stored.modified) is not None:
+            self.oldest = time if self.oldest is None else min(self.oldest, time)
+            self.newest = time if self.newest is None else max(self.newest, time)
 
 
-def audit(names: Iterable[StoredName], models: Mapping[str, str] | None = None) -> dict[Group, Count]:
+def audit(
+    names: Iterable[StoredName], models: Mapping[str, str] | None = None, kind: StoreKind = StoreKind.FOLDER
+) -> dict[Group, Count]:
     """Counts of all names. A name that leaves its model open counts under the likely one, marked ambiguous."""
     counts: dict[Group, Count] = {}
     for stored in names:
-        what = identify(stored, models)
+        what = identify(stored, models, kind)
         group = Group(what.holding, what.schema, what.format, what.likely_model, what.ambiguous, what.salted)
-        count = counts.get(group)
-        if count is None:
-            counts[group] = Count(1, stored.n_bytes, stored.modified, stored.modified)
-            continue
-        count.names += 1
-        count.n_bytes += stored.n_bytes
-        count.oldest = min(count.oldest, stored.modified)
-        count.newest = max(count.newest, stored.modified)
+        counts.setdefault(group, Count()).add(stored)
     return counts
 
 
@@ -205,11 +215,20 @@ def described_models(folder: Path) -> dict[str, str]:
         prefix = path.parent.name
         try:
             facts = path.lstat()
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MAX_DESCRIPTION:
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_DESCRIPTION_BYTES:
                 continue
-            space = parse_description(path.read_bytes())
-        except (OSError, StorageValueError, KeyingError):
+            model = checked_model(prefix, path.read_bytes())
+        except OSError:
             continue
-        if space.root[:ROOT_PREFIX_BYTES].hex() == prefix:
-            models[f"xk2/{prefix}"] = space.model
+        if model is not None:
+            models[f"xk2/{prefix}"] = model
     return models
+
+
+def checked_model(prefix: str, data: bytes) -> str | None:
+    """The model that a description names; None if it does not describe the space of that root prefix (hex)."""
+    try:
+        space = parse_description(data)
+    except (StorageValueError, KeyingError):
+        return None
+    return space.model if space.root[:ROOT_PREFIX_BYTES].hex() == prefix else None

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Criteria:
 
     Args:
         schema: storage schema, 1 for LMCache 0.5.x; None for any.
-        older_than: seconds since the last modification; None for any age.
+        older_than: seconds since the last modification of a file, or the last use of a key; None for any age.
         models: models; empty for any. A name that several models may have written goes if all of them are given.
 
     Raises:
@@ -53,6 +54,9 @@ class Verdict(StrEnum):
 
     RETIRED = "retired"
     NOT_ASKED = "not asked for"
+    CHANGED = "changed meanwhile"
+    """Judged to go, and found younger, or another thing, when it was to be removed."""
+    AGE_UNKNOWN = "age unknown"
     AMBIGUOUS = "ambiguous model"
     MODEL_UNKNOWN = "model unknown"
     UNRECOGNISED = "unrecognised"
@@ -67,8 +71,11 @@ def verdict(stored: StoredName, what: Identity, criteria: Criteria, now: float) 
         return Verdict.NO_ENTRY
     if criteria.schema is not None and what.schema != criteria.schema:
         return Verdict.NOT_ASKED
-    if criteria.older_than is not None and now - stored.modified <= criteria.older_than:
-        return Verdict.NOT_ASKED
+    if criteria.older_than is not None and stored.modified is not None:
+        if now - stored.modified <= criteria.older_than:
+            return Verdict.NOT_ASKED
+    elif criteria.older_than is not None:
+        return Verdict.AGE_UNKNOWN
     if not criteria.models or (what.complete and what.models and what.models <= criteria.models):
         return Verdict.RETIRED
     if not what.models:
@@ -113,19 +120,42 @@ def purge_folder(
             for schema in sorted(owned):
                 held.enter_context(_owning(folder, schema))
         models = described_models(folder)
-        for stored, outcome in plan(folder_names(folder), models, criteria, time.time() if now is None else now):
+        moment = time.time() if now is None else now
+        for stored, outcome in plan(folder_names(folder), models, criteria, moment):
             if outcome is Verdict.RETIRED and not dry_run:
                 ours = identify(stored).schema != 1
                 if ours and int(stored.name.split("/")[0].removeprefix("xk")) not in owned:
                     yield stored, Verdict.NOT_ASKED
                     continue
-                _remove(folder, stored, with_folder=ours)
+                if not remove_file(folder, stored, criteria, moment, with_folder=ours):
+                    yield stored, Verdict.CHANGED
+                    continue
             yield stored, outcome
 
 
-def _remove(folder: Path, stored: StoredName, *, with_folder: bool) -> None:
+def remove_file(folder: Path, stored: StoredName, criteria: Criteria, now: float, *, with_folder: bool = False) -> bool:
+    """Remove a file that was judged, if it is still a file and still as old as is asked for.
+
+    Args:
+        folder: the store's.
+        stored: the file, as it was listed.
+        criteria: what it was judged by.
+        now: seconds since the epoch.
+        with_folder: its folder goes with it, if nothing else is in there.
+
+    Returns:
+        Whether it is gone now, whoever removed it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
     path = folder / stored.name
     with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone, as was asked
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            return False
+        if criteria.older_than is not None and now - facts.st_mtime <= criteria.older_than:
+            return False
         path.unlink()
     if with_folder:  # a key's folder goes with its last shard
         try:
@@ -133,6 +163,7 @@ def _remove(folder: Path, stored: StoredName, *, with_folder: bool) -> None:
         except OSError as error:
             if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                 raise
+    return True
 
 
 @contextlib.contextmanager

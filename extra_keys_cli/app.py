@@ -226,29 +226,45 @@ def diff(first: KeyInputsFile, second: KeyInputsFile) -> None:
             raise typer.Exit(1)
 
 
-StoreFolder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a store.", show_default=False)]
+StorePlace = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH|URL",
+        help="Folder of a store, or a database of Redis or Valkey: redis://host:6379/0 (rediss://, valkey://, "
+        "valkeys://, unix:///path/to/socket?db=0). A password is better in $REDISCLI_AUTH than in the URL.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
-def audit(folder: StoreFolder, as_json: AsJson = False) -> None:
-    """Count what a store's folder holds: by schema, format, model, salted or not, with bytes and ages.
+def audit(place: StorePlace, as_json: AsJson = False) -> None:
+    """Count what a store holds: by schema, format, model, salted or not, with bytes and ages.
 
-    Names of LMCache 0.5.x are schema 1. Nothing is opened but descriptions of spaces, and nothing is changed.
+    Names of LMCache 0.5.x are schema 1, ours schema 2. Nothing is opened but descriptions of spaces, and nothing is
+    changed. In Redis, bytes are what the server's memory holds, and an age is the time since the last use.
+
+    Exit codes: 0 done, 1 the place cannot be listed, 2 wrong usage.
     """
     with explained():
         from extra_keys_cli.audit import audit as run
 
-        run(folder, as_json=as_json)
+        run(place, as_json=as_json)
 
 
 @app.command()
 def purge(
-    folder: StoreFolder,
+    place: StorePlace,
     schema: Annotated[
         int | None, typer.Option(min=1, help="Storage schema; 1 is LMCache 0.5.x.", show_default=False)
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Not modified for this long: 12h, 7d, 2w.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="AGE",
+            help="Not modified (in Redis: not used) for this long: 90s, 30m, 12h, 7d, 2w.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -261,22 +277,20 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Retire entries of a store's folder for which all that is given holds. A dry run unless --yes.
+    """Retire the entries of a store for which all that is given holds. A dry run unless --yes.
 
-    What cannot be named, or is ambiguous for what is asked, stays. Interrupted, it goes on where it is run again.
+    What cannot be named, or is ambiguous for what is asked, stays. Interrupted, it goes on where it is run again. In a
+    folder, schema 2 goes only while no server has it. What becomes younger while the purge runs stays.
+
+    Exit codes: 0 done, 1 refused or failed (run it again), 2 wrong usage.
     """
     with explained():
-        from compat.errors import CompatError
         from compat.purge import Criteria
         from extra_keys_cli.ages import parse_age
         from extra_keys_cli.audit import purge as run
-        from extra_keys_cli.failures import CommandError
 
-        try:
-            seconds = None if older_than is None else parse_age(older_than)
-            run(folder, Criteria(schema, seconds, frozenset(model or ())), yes=yes, as_json=as_json)
-        except CompatError as error:
-            raise CommandError(str(error)) from None
+        seconds = None if older_than is None else parse_age(older_than)
+        run(place, Criteria(schema, seconds, frozenset(model or ())), yes=yes, as_json=as_json)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""``extra-keys audit`` and ``purge``: what a store's folder holds, and retiring a part of it."""
+"""``extra-keys audit`` and ``purge``: what a folder or a Redis database holds, and retiring a part of it."""
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -7,36 +8,56 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from rich.bar import Bar
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from compat.audit import Count, Group, Holding, described_models, folder_names
 from compat.audit import audit as count_names
 from compat.purge import Criteria, Verdict, purge_folder
+from compat.redis_listing import RedisListing
 from extra_keys_cli.ages import format_age
 from extra_keys_cli.failures import CommandError, stderr, stdout
 from extra_keys_cli.sizes import format_size
 
 T = TypeVar("T")
+_BAR_WIDTH = 12
 _EVERY = 256  # names between two updates of the progress bar
 
 
-def audit(folder: Path, *, as_json: bool) -> None:
-    """Print what a folder holds.
+def audit(place: str, *, as_json: bool) -> None:
+    """Print what a folder or a Redis database holds.
 
     Raises:
         CommandError: no folder.
+        CompatError: no server, or one that does not answer.
         OSError: it cannot be listed.
     """
-    _check_folder(folder)
-    counts = count_names(_watched(folder_names(folder), "names"), described_models(folder))
+    with _opened(place) as (folder, listing):
+        if listing is not None:
+            names = _watched(listing.names(), listing.total())
+            counts = count_names(names, listing.described_models(), listing.kind)
+        else:
+            counts = count_names(_watched(folder_names(folder), None), described_models(folder))
     now = time.time()
     rows = sorted(counts.items(), key=lambda row: (list(Holding).index(row[0].holding), _order(row[0])))
     if as_json:
         stdout.print_json(json.dumps({"groups": [_facts(group, count, now) for group, count in rows]}))
         return
-    table = Table("schema", "what", "model", "salted", "names", "bytes", "age")
+    total = sum(count.n_bytes for count in counts.values())
+    age = "age" if listing is None else "last used"
+    table = Table(
+        "schema",
+        "what",
+        "model",
+        "salted",
+        "names",
+        "bytes",
+        "share",
+        age,
+        title=escape(_printable(_shown(place, listing))),
+    )
     for group, count in rows:
         model = "" if group.holding is not Holding.ENTRY else group.model or "unknown"
         table.add_row(
@@ -46,30 +67,37 @@ def audit(folder: Path, *, as_json: bool) -> None:
             {None: "", True: "yes", False: "no"}[group.salted],
             f"{count.names:,}",
             format_size(count.n_bytes),
-            f"{format_age(now - count.newest)} to {format_age(now - count.oldest)}",
+            Bar(max(total, 1), 0, count.n_bytes, width=_BAR_WIDTH),
+            _ages(count, now),
         )
     stdout.print(table)
+    if not rows:
+        stdout.print("Nothing is there.")
 
 
-def purge(folder: Path, criteria: Criteria, *, yes: bool, as_json: bool) -> None:
+def purge(place: str, criteria: Criteria, *, yes: bool, as_json: bool) -> None:
     """Retire what is asked for, or say what would go.
 
     Raises:
         CommandError: no folder.
-        PurgeRefusedError: a live server owns the folder.
+        CompatError: a live server owns the folder; no Redis server, or one that does not answer.
         OSError: a file cannot be removed; running again goes on.
     """
-    _check_folder(folder)
     names: Counter[Verdict] = Counter()
     sizes: Counter[Verdict] = Counter()
-    for stored, outcome in _watched(purge_folder(folder, criteria, dry_run=not yes), "names"):
-        names[outcome] += 1
-        sizes[outcome] += stored.n_bytes
+    with _opened(place) as (folder, listing):
+        if listing is not None:
+            outcomes = _watched(listing.purge(criteria, dry_run=not yes), listing.total())
+        else:
+            outcomes = _watched(purge_folder(folder, criteria, dry_run=not yes), None)
+        for stored, outcome in outcomes:
+            names[outcome] += 1
+            sizes[outcome] += stored.n_bytes
     if as_json:
-        outcomes = {outcome: {"names": names[outcome], "bytes": sizes[outcome]} for outcome in Verdict}
-        stdout.print_json(json.dumps({"dry_run": not yes, "outcomes": outcomes}))
+        facts = {outcome: {"names": names[outcome], "bytes": sizes[outcome]} for outcome in Verdict}
+        stdout.print_json(json.dumps({"dry_run": not yes, "outcomes": facts}))
         return
-    table = Table("", "names", "bytes")
+    table = Table("", "names", "bytes", title=escape(_printable(_shown(place, listing))))
     for outcome in Verdict:
         if names[outcome] or outcome is Verdict.RETIRED:
             shown = "would be retired" if outcome is Verdict.RETIRED and not yes else str(outcome)
@@ -79,19 +107,48 @@ def purge(folder: Path, criteria: Criteria, *, yes: bool, as_json: bool) -> None
         stdout.print("Nothing was touched; --yes does it.")
 
 
-def _check_folder(folder: Path) -> None:
+@contextlib.contextmanager
+def _opened(place: str) -> Iterator[tuple[Path, RedisListing | None]]:
+    """The folder, or the database, that a command is about."""
+    if "://" in place:
+        with RedisListing(place) as listing:
+            yield Path(), listing
+        return
+    folder = Path(place)
     if not folder.is_dir():
-        raise CommandError(f"{escape(str(folder))} is no folder; give the folder of a store")
+        what = "is a file" if folder.exists() else "is not there"
+        raise CommandError(
+            f"{_printable(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
+        )
+    yield folder, None
 
 
-def _watched(items: Iterable[T], unit: str) -> Iterator[T]:
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} " + unit), TimeElapsedColumn())
+def _shown(place: str, listing: RedisListing | None) -> str:
+    """The place without a user or a password."""
+    return place if listing is None else listing.place
+
+
+def _watched(items: Iterable[T], total: int | None) -> Iterator[T]:
+    """The items, under a bar where it is known how many there are, and a count where not."""
+    count = (TextColumn("{task.completed:,.0f} names"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), *count) if total is None else (BarColumn(), TaskProgressColumn(), *count)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=total)
         for n, item in enumerate(items):
             if n % _EVERY == 0:
                 progress.update(task, completed=n)
             yield item
+
+
+def _ages(count: Count, now: float) -> str:
+    if count.oldest is None or count.newest is None:
+        return "unknown"
+    youngest, oldest = format_age(now - count.newest), format_age(now - count.oldest)
+    return youngest if youngest == oldest else f"{youngest} to {oldest}"
+
+
+def _age(moment: float | None, now: float) -> int | None:
+    return None if moment is None else max(0, round(now - moment))
 
 
 def _order(group: Group) -> tuple[int, str, str, bool, str]:
@@ -112,6 +169,6 @@ def _facts(group: Group, count: Count, now: float) -> dict[str, object]:
         "salted": group.salted,
         "names": count.names,
         "bytes": count.n_bytes,
-        "newest_age_s": round(now - count.newest),
-        "oldest_age_s": round(now - count.oldest),
+        "newest_age_s": _age(count.newest, now),
+        "oldest_age_s": _age(count.oldest, now),
     }

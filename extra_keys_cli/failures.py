@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
-
-from keying import KeyingError
-from protocol_v2.errors import ProtocolError
+from rich.markup import escape
 
 stdout = Console()
 stderr = Console(stderr=True)
@@ -25,10 +23,22 @@ def explained() -> Iterator[None]:
     """Turn the errors that a user can cause into a line and exit code 1."""
     try:
         yield
-    except (CommandError, KeyingError, ProtocolError) as error:
-        stderr.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    except Exception as error:
+        if isinstance(error, OSError):
+            place = f"{error.filename}: " if error.filename else ""
+            text = f"{place}{error.strerror or error}"
+        elif isinstance(error, _told()):
+            text = str(error)
+        else:
+            raise
+        stderr.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        stderr.print(f"[red]error:[/red] {place}{error.strerror or error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+
+
+def _told() -> tuple[type[Exception], ...]:
+    """Errors whose text is for users."""
+    from compat.errors import CompatError
+    from keying import KeyingError
+    from protocol_v2.errors import ProtocolError
+
+    return (CommandError, CompatError, KeyingError, ProtocolError)

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from compat.v1.front_storage import namespace_root
 from extra_keys_cli.app import app
+from tests.compat import mixed_database
 from tests.compat.mixed_folder import V1, V2, files, fill
+from tests.protocol_v2.storage_samples import chain, make_object
+from tests.redis_server import needs_redis, redis_server
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -59,7 +63,90 @@ def test_purge_refuses(tmp_path: Path, options: tuple[str, ...], code: int, says
     tier.close()
 
 
-def test_no_folder_is_an_error(tmp_path: Path) -> None:
-    """What is not there cannot be audited."""
-    code, shown = run("audit", str(tmp_path / "absent"))
-    assert (1, True) == (code, "no folder" in shown)
+@pytest.mark.parametrize(("name", "says"), [("absent", "is not there"), ("file", "is a file")])
+@pytest.mark.parametrize("command", [("audit",), ("purge", "--schema", "1", "--yes")])
+def test_no_folder_is_an_error(tmp_path: Path, command: tuple[str, ...], name: str, says: str) -> None:
+    """What is not there, or is a file, cannot be looked through: one line that says what to give instead."""
+    (tmp_path / "file").write_bytes(b"1")
+    first, *options = command
+    code, shown = run(first, str(tmp_path / name), *options)
+    assert (1, 1) == (code, len(shown.splitlines()))
+    assert says in shown
+    assert "redis://host:6379/0" in shown
+
+
+def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
+    """Nothing is there, and that is said; nothing is made either."""
+    code, shown = run("audit", str(tmp_path))
+    assert (0, True) == (code, "Nothing is there." in shown)
+    assert (0, {"groups": []}) == (0, json.loads(run("audit", str(tmp_path), "--json")[1]))
+    assert 0 == run("purge", str(tmp_path), "--schema", "1", "--yes")[0]
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_entries_of_v1_clients_in_a_v2_store_are_told_apart(tmp_path: Path) -> None:
+    """What a v2 server keeps for LMCache clients is a row of its own, and no schema-1 name."""
+    root = namespace_root("org/one", "tenant", chunk_size=16, dtype="float16")
+    keys = chain("v1", 2, root)
+    tier = fill(tmp_path)
+    for index in range(2):
+        tier.put(make_object(keys, index, root=root))
+    tier.close()
+    groups = json.loads(run("audit", str(tmp_path), "--json")[1])["groups"]
+    found = {group["format"]: (group["schema"], group["names"], group["model"]) for group in groups}
+    assert ((2, 2, None), (2, len(V2), "org/two")) == (found["xk2, of v1 clients"], found["xk2"])
+
+
+# ---- Redis
+
+
+@needs_redis
+def test_a_database_is_audited_and_purged_like_a_folder() -> None:
+    """Table and JSON count the same; a dry run until --yes; the URL is shown without what is secret in it."""
+    with redis_server() as server, server.client() as client:
+        mixed_database.fill(client)
+        url = f"redis://someone:secret@127.0.0.1:{server.port}/0"
+        client.acl_setuser("someone", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all"])
+        code, shown = run("audit", url)
+        assert 0 == code
+        assert f"redis://127.0.0.1:{server.port}/0" in shown
+        code, text = run("audit", url, "--json")
+        groups = json.loads(text)["groups"]
+        assert 0 == code
+        assert len(mixed_database.EVERYTHING) == sum(group["names"] for group in groups)
+        assert len(mixed_database.V1) == sum(group["names"] for group in groups if group["schema"] == 1)
+        assert all(mixed_database.IDLE <= group["oldest_age_s"] for group in groups if group["schema"] == 1)
+        code, dry = run("purge", url, "--schema", "1")
+        assert (0, mixed_database.EVERYTHING) == (code, mixed_database.keys(client))
+        assert "Nothing was touched" in dry
+        code, done = run("purge", url, "--schema", "1", "--yes", "--json")
+        assert (0, len(mixed_database.V1)) == (code, json.loads(done)["outcomes"]["retired"]["names"])
+        assert mixed_database.EVERYTHING - mixed_database.keys(client) == {one.encode() for one in mixed_database.V1}
+    assert "secret" not in shown + text + dry + done
+    assert "tenant" not in shown + text + dry + done
+    code, gone = run("audit", url)
+    assert (1, 1) == (code, len(gone.splitlines()))
+    assert f"redis://127.0.0.1:{server.port}/0: nobody can be reached there" in gone
+    assert "secret" not in gone
+
+
+@needs_redis
+def test_ages_that_nobody_knows_are_called_unknown() -> None:
+    """Under an LFU policy the table says so, JSON has null, and an age retires nothing."""
+    with redis_server("--maxmemory-policy", "allkeys-lfu") as server, server.client() as client:
+        mixed_database.fill(client)
+        shown = run("audit", server.url)[1]
+        groups = json.loads(run("audit", server.url, "--json")[1])["groups"]
+        outcomes = json.loads(run("purge", server.url, "--older-than", "1s", "--yes", "--json")[1])["outcomes"]
+    assert "unknown" in shown
+    assert {None} == {group["oldest_age_s"] for group in groups}
+    entries = len(mixed_database.V1) + len(mixed_database.V2)
+    assert (0, entries) == (outcomes["retired"]["names"], outcomes["age unknown"]["names"])
+
+
+@pytest.mark.parametrize("place", ["http://127.0.0.1", "redis://127.0.0.1/first", "rdis://127.0.0.1"])
+def test_another_url_is_an_error(place: str) -> None:
+    """One line that says how to write it; brackets in it are printed as they are."""
+    code, shown = run("audit", place)
+    assert (1, 1) == (code, len(shown.splitlines()))
+    assert "redis://[user:password@]host[:port][/db]" in shown

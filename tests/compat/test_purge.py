@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compat.audit import StoredName, identify
-from compat.purge import Criteria, PurgeRefusedError, Verdict, purge_folder
+from compat.audit import StoredName, folder_names, identify
+from compat.purge import Criteria, PurgeRefusedError, Verdict, purge_folder, remove_file
 from tests.compat.mixed_folder import ENGINE, GDS, INTERNAL, PLAIN, SALTED, SLASHED, V1, V2, files, fill
 from tests.compat.v1_writers import EngineKey
 from tests.protocol_v2.storage_samples import open_disk
@@ -112,3 +112,21 @@ def test_a_name_with_more_readings_than_are_listed_goes_by_schema_and_never_by_m
     outcomes = [outcome for _, outcome in purge_folder(tmp_path, Criteria(models=frozenset({"unrelated"})))]
     assert [Verdict.AMBIGUOUS] == outcomes
     assert {name} == purged(tmp_path, Criteria(schema=1))
+
+
+def test_a_file_that_became_younger_since_it_was_judged_stays(tmp_path: Path) -> None:
+    """It is looked at once more right before it goes: a writer that was there in between keeps its file."""
+    fill(tmp_path).close()
+    for name in V1:
+        os.utime(tmp_path / name, (1000, 1000))
+    judged = {stored.name: stored for stored in folder_names(tmp_path)}
+    os.utime(tmp_path / PLAIN, (1090, 1090))
+    (tmp_path / ENGINE).unlink()
+    (tmp_path / SALTED).unlink()
+    (tmp_path / SALTED).symlink_to("/dev/null")
+    old = Criteria(schema=1, older_than=50)
+    removed = {name: remove_file(tmp_path, judged[name], old, 1100) for name in V1}
+    assert {PLAIN: False, SALTED: False, ENGINE: True, SLASHED: True, GDS: True} == removed
+    assert {PLAIN, SALTED} == V1 & files(tmp_path)
+    assert remove_file(tmp_path, judged[PLAIN], Criteria(schema=1), 1100)
+    assert {SALTED} == V1 & files(tmp_path)
