@@ -406,6 +406,10 @@ class ChunkCache:
         self._offer(self._leases.drop_owner(owner))
         self._sessions.drop_owner(owner)
 
+    def listen(self, listener: Callable[[ChunkId, tuple[int, int], int, bool], None]) -> None:
+        """Tell of every chunk that can be hit from now on, or no more; see `Presence.listen`."""
+        self._presence.listen(listener)
+
     def roots(self) -> set[bytes]:
         """Roots of the spaces of which something can be hit."""
         return self._presence.roots()

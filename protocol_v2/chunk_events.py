@@ -1,23 +1,19 @@
-"""Chunk events: what a cache's users tell routers and SDKs, sans-IO. Which chunks can be hit now, and which no more.
+"""Chunk events: what caches and their users tell routers and SDKs. Which chunks can be hit now, and which no more.
 
-Unlike the block events of engines they are typed and whole: a stored chunk comes with its parent, its tokens and its
-parts, each part with its kind, so a subscriber recomputes the key (`ChunkStored.verify`) and never has to guess what a
-bare string was. Batches are numbered from 0 by each publisher since its start (its boot), so that a subscriber sees
-what it missed and asks for it again.
+Two kinds of publishers tell them. An engine's connector knows what its keys are made of: unlike the block events of
+engines its `ChunkStored` is typed and whole, with parent, tokens and parts, each part with its kind, so a subscriber
+recomputes the key (`ChunkStored.verify`) and never has to guess what a bare string was. A server knows digests, and
+knows them of all engines: its `ChunksHeld` and `ChunkRemoved` are what its lookups go by, evictions included.
 
-    EventLog    the publisher's last batches, by number
-    FeedReader  the subscriber's order: in sequence, missing ones asked for, what is lost for ever said to be
-
-A batch is one msgpack map; a version that is not known is refused. Salts are part of keys, so they are part of events
-that can be verified; a publisher may leave out tokens and parts of salted chunks (`hide_salts`).
+Batches are numbered from 0 for each space by each publisher since its start (its boot), so that a subscriber sees what
+it missed and asks for it again (`event_log`). A batch is one msgpack map; a version that is not known is refused. Salts
+are part of keys, so they are part of events that can be verified; a publisher may leave out tokens and parts of salted
+chunks (`hide_salts`). Normative: docs/spec/events-1.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -36,13 +32,11 @@ from keying import (
     encode_preimage,
     unpack_tokens,
 )
-from protocol_v2.body import decode, encode
+from protocol_v2.body import decode
 from protocol_v2.errors import LocalProtocolError
 from protocol_v2.hello import SpaceFields  # noqa: TC001  (msgspec reads the annotations)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from keying import ChunkKey
 
 EVENTS_VERSION: Final = 1
@@ -51,8 +45,8 @@ EVENTS_VERSION: Final = 1
 MAX_EVENTS: Final = 4096
 """Events in a batch."""
 
-DESCRIBE_EVERY: Final = 256
-"""Batches from one description of the space to the next, so that whoever comes late finds one among those kept."""
+MAX_KEYS: Final = 4096
+"""Keys in one event."""
 
 MAX_EVENT_TOKENS: Final = 1 << 20
 """Tokens of a chunk in an event."""
@@ -151,7 +145,7 @@ def _to_keying(part: EventPart) -> MultimodalPart | LoraPart | SaltPart | Embeds
 
 
 class SpaceDescribed(Struct, frozen=True, tag="space", forbid_unknown_fields=True):
-    """The space of all keys of this publisher; its first event."""
+    """The space of all keys of a batch's root."""
 
     space: SpaceFields
 
@@ -221,17 +215,48 @@ class ChunkStored(Struct, frozen=True, tag="stored", kw_only=True, omit_defaults
         return f"ChunkStored(xk2:{self.key.hex()}, start={self.start}, n_tokens={self.n_tokens})"
 
 
-class ChunkRemoved(Struct, frozen=True, tag="removed", forbid_unknown_fields=True):
-    """Chunks cannot be hit any more: evicted, forgotten or damaged. So cannot those whose prefix they are part of."""
+class ChunksHeld(Struct, frozen=True, tag="held", kw_only=True, omit_defaults=True):
+    """A server holds these chunks now, with every rank of a world size in a KV group.
 
-    keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_EVENTS)]
+    A chunk is a hit for a reader with several groups when it is held in each of them.
+
+    Args:
+        keys: digests, at most `MAX_KEYS`.
+        world: ranks.
+        group: KV group.
+        tier: where the last of them came in; copies in other tiers may come and go without a word.
+    """
+
+    keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
+    world: Annotated[int, Meta(ge=1)]
+    group: Whole
+    tier: Text = ""
+
+    def __repr__(self) -> str:
+        return f"ChunksHeld({len(self.keys)} keys, world={self.world}, group={self.group}, tier={self.tier!r})"
+
+
+class ChunkRemoved(Struct, frozen=True, tag="removed", omit_defaults=True):
+    """Chunks cannot be hit any more: evicted, forgotten or damaged. So cannot those whose prefix they are part of.
+
+    Args:
+        keys: digests, at most `MAX_KEYS`.
+        world: ranks of those that held them; None for whatever was told of them (a connector does not tell).
+        group: KV group; None likewise.
+        tier: the one that had them last, where that is told.
+    """
+
+    keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
+    world: Annotated[int, Meta(ge=1)] | None = None
+    group: Whole | None = None
+    tier: Text = ""
 
 
 class SpaceCleared(Struct, frozen=True, tag="cleared", forbid_unknown_fields=True):
     """No chunk of the space can be hit any more."""
 
 
-ChunkEvent: TypeAlias = SpaceDescribed | ChunkStored | ChunkRemoved | SpaceCleared
+ChunkEvent: TypeAlias = SpaceDescribed | ChunkStored | ChunksHeld | ChunkRemoved | SpaceCleared
 
 
 class EventBatch(Struct, frozen=True, kw_only=True):
@@ -240,7 +265,7 @@ class EventBatch(Struct, frozen=True, kw_only=True):
     Args:
         version: `EVENTS_VERSION`.
         boot: 16 bytes, another one at each start of the publisher.
-        sequence: of the batch, from 0.
+        sequence: of the batch, from 0, for each space.
         time: of the publisher's clock, seconds since 1970.
         root: of the space that all events are about.
         events: in order.
@@ -275,164 +300,16 @@ def decode_batch(body: bytes) -> EventBatch:
     return decode(body, _batch_decoder, "events")
 
 
-# ---- the publisher's side
-
-
-class EventLog:
-    """Numbers batches and keeps the last of them.
-
-    Args:
-        boot: 16 bytes, another one at each start.
-        root: of the space.
-        space: describes it; told in the first batch, and every `DESCRIBE_EVERY` batches again.
-        max_batches: kept, at most.
-        max_bytes: of kept batches, at most.
-        clock: seconds since 1970.
-    """
-
-    def __init__(
-        self,
-        boot: bytes,
-        root: bytes,
-        space: SpaceFields,
-        *,
-        max_batches: int = 10_000,
-        max_bytes: int = 256 << 20,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._boot, self._root, self._clock = boot, root, clock
-        self._space = SpaceDescribed(space)
-        self._max_batches, self._max_bytes = max_batches, max_bytes
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0
-        self.next = 0
-        """Number of the next batch."""
-        self.append(())
-
-    def append(self, events: Iterable[ChunkEvent]) -> tuple[int, bytes]:
-        """Number a batch and keep it; its number and bytes.
-
-        Raises:
-            EventError: too many events.
-        """
-        together = tuple(events)
-        if len(together) > MAX_EVENTS:
-            raise EventError(f"events: got {len(together)}, wanted at most {MAX_EVENTS} in a batch")
-        sequence = self.next
-        if sequence % DESCRIBE_EVERY == 0:
-            together = (self._space, *together)
-        body = encode(
-            EventBatch(
-                version=EVENTS_VERSION,
-                boot=self._boot,
-                sequence=sequence,
-                time=self._clock(),
-                root=self._root,
-                events=together,
-            )
-        )
-        self.next += 1
-        self._kept.append((sequence, body))
-        self._bytes += len(body)
-        while len(self._kept) > 1 and (len(self._kept) > self._max_batches or self._bytes > self._max_bytes):
-            self._bytes -= len(self._kept.popleft()[1])
-        return sequence, body
-
-    def since(self, first: int) -> list[tuple[int, bytes]]:
-        """The kept batches from a number on."""
-        oldest = self._kept[0][0] if self._kept else self.next
-        return [self._kept[place] for place in range(max(0, first - oldest), len(self._kept))]
-
-
-# ---- the subscriber's side
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """Another publisher speaks, or the same after a restart: what was known of the former one is void."""
-
-    boot: bytes
-    root: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Batches [first, stop) came neither at first nor when asked for: what they told is not known."""
-
-    first: int
-    stop: int
-
-
-@dataclass(slots=True)
-class FeedReader:
-    """Puts batches in order.
-
-    `receive` takes a batch as it came or as it was asked for; `missing` says what to ask for; `give_up` goes on
-    without it.
-
-    Args:
-        max_waiting: batches kept behind a gap; the oldest gap is given up when there are more.
-    """
-
-    max_waiting: int = 10_000
-    _boot: bytes | None = None
-    _next: int = 0
-    _waiting: OrderedDict[int, EventBatch] = field(default_factory=OrderedDict)
-
-    def receive(self, batch: EventBatch) -> list[ChunkEvent | Restarted | Lost]:
-        """What a batch gives: its events and those that waited for it, nothing, or first that the publisher is new."""
-        out: list[ChunkEvent | Restarted | Lost] = []
-        if batch.boot != self._boot:
-            self._boot, self._next = batch.boot, 0
-            self._waiting.clear()
-            out.append(Restarted(batch.boot, batch.root))
-        if batch.sequence < self._next or batch.sequence in self._waiting:
-            return out
-        self._waiting[batch.sequence] = batch
-        out += self._ready()
-        if len(self._waiting) > self.max_waiting:
-            out += self.give_up()
-        return out
-
-    @property
-    def missing(self) -> tuple[int, int] | None:
-        """Numbers [first, stop) of the first gap; None where there is none."""
-        return (self._next, min(self._waiting)) if self._waiting else None
-
-    @property
-    def next(self) -> int:
-        """Number of the batch that is wanted next."""
-        return self._next
-
-    def give_up(self) -> list[ChunkEvent | Restarted | Lost]:
-        """Go on behind the first gap; says what is lost."""
-        gap = self.missing
-        if gap is None:
-            return []
-        self._next = gap[1]
-        return [Lost(*gap), *self._ready()]
-
-    def _ready(self) -> list[ChunkEvent | Restarted | Lost]:
-        out: list[ChunkEvent | Restarted | Lost] = []
-        while (batch := self._waiting.pop(self._next, None)) is not None:
-            out += batch.events
-            self._next += 1
-        return out
-
-
 __all__ = [
     "AdapterPart",
     "ChunkEvent",
     "ChunkRemoved",
     "ChunkStored",
+    "ChunksHeld",
     "EventBatch",
     "EventError",
-    "EventLog",
     "EventPart",
-    "FeedReader",
     "ItemPart",
-    "Lost",
-    "Restarted",
     "RowsPart",
     "SaltedPart",
     "SpaceCleared",

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
     from keying import KeySpace
     from protocol_v2.cache import ChunkCache
+    from protocol_v2.cache_news import CacheNews
     from protocol_v2.events import Event
     from protocol_v2.foreign import ForeignFront
     from protocol_v2.frames import Frame
@@ -116,6 +117,7 @@ class CacheService:
         max_peers: sessions that stand at one time.
         front: what answers messages of another protocol; None counts and drops them.
         spaces: those that the cache holds entries of from earlier runs, for the notice in a welcome.
+        news: what tells routers which chunks can be hit; None for nothing.
     """
 
     def __init__(
@@ -127,14 +129,21 @@ class CacheService:
         max_peers: int = MAX_PEERS,
         front: ForeignFront | None = None,
         spaces: Iterable[KeySpace] = (),
+        news: CacheNews | None = None,
     ) -> None:
         self._cache = cache
+        self._news = news
         self._terms = terms
         self._started = started
         self._max_peers = max_peers
         self._front = front
         self._peers: dict[bytes, _Peer] = {}
         self._spaces = {space.root: space for space in islice(spaces, MAX_SPACES)}
+        if news is not None:
+            for space in self._spaces.values():
+                news.describe(space)
+            cache.listen(news.changed)
+            news.flush()
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
         self._stopping = False
         self._next_tick = started
@@ -204,6 +213,8 @@ class CacheService:
         if now < self._next_tick:
             return
         self._next_tick = now + TICK_SECONDS
+        if self._news is not None:
+            self._news.flush()
         for peer in list(self._peers.values()):
             self._handle(peer, peer.connection.expire(now), now)
         if self._front is not None:
@@ -239,6 +250,8 @@ class CacheService:
         for job in self.take_jobs():
             job.run()
             self.finish(job, now)
+        if self._news is not None:
+            self._news.flush()
         closing = self._cache.close(now)
         closing.run()
         closing.finish(now)
@@ -300,6 +313,8 @@ class CacheService:
             )
         if hello.space is not None and hello.space.root not in self._spaces and len(self._spaces) < MAX_SPACES:
             self._spaces[hello.space.root] = hello.space
+            if self._news is not None:
+                self._news.describe(hello.space)
             self._jobs.background(self._cache.describe(hello.space), now)
 
     def _refusal(self, hello: HelloReceived, code: RefusalCode, text: str) -> Refusal:
@@ -455,6 +470,8 @@ class CacheService:
             "server.spaces": len(self._spaces),
             "server.jobs": len(self._jobs),
         }
+        if self._news is not None:
+            server |= {"events.batches": self._news.batches, "events.untold": self._news.untold}
         if self._front is not None:
             server |= self._front.facts()
         return describe_status(self._cache.status(now), self.counters, server)

@@ -8,7 +8,6 @@
     lora_revision     what an adapter computes, from its own files or from the operator's word
     loaded_adapters   whether that is what the engine has loaded
     chunk_news        what a connector tells routers
-    event_feed        chunk events over sockets: publisher and subscriber
     vllm_events       from vLLM's untagged block events to chunk events
     vllm              vLLM's connector; the only module that imports vLLM (imported by the engine, by its module path)
     vllm_engine, vllm_scheduler, vllm_worker

@@ -29,8 +29,8 @@ MAX_PENDING: Final = 4096
 class Publisher(Protocol):
     """What is used of an `EventPublisher`."""
 
-    def publish(self, events: Sequence[ChunkEvent]) -> int:
-        """Publish a batch."""
+    def publish(self, root: bytes, events: Sequence[ChunkEvent]) -> int:
+        """Publish a batch of a space."""
 
     def close(self) -> None:
         """End."""
@@ -93,7 +93,7 @@ class ChunkNews:
             if not lost and pending.done >= self._world:
                 stored += pending.events
         for first in range(0, len(stored), MAX_EVENTS):
-            self._publisher.publish(stored[first : first + MAX_EVENTS])
+            self._publisher.publish(self._root, stored[first : first + MAX_EVENTS])
         for one in stored:
             self._told[one.key] = None
             if len(self._told) > MAX_TOLD:
@@ -103,13 +103,13 @@ class ChunkNews:
         """A lookup found a chunk gone."""
         if key in self._told:
             del self._told[key]
-            self._publisher.publish((ChunkRemoved((key,)),))
+            self._publisher.publish(self._root, (ChunkRemoved((key,)),))
 
     def cleared(self) -> None:
         """The space was emptied."""
         self._told.clear()
         self._pending.clear()
-        self._publisher.publish((SpaceCleared(),))
+        self._publisher.publish(self._root, (SpaceCleared(),))
 
     def close(self) -> None:
         """End."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from keying import LoraAdapter, pack_tokens
 from keying.engines import EngineInputs, from_vllm, vllm_extra_keys, vllm_tokens
 from protocol_v2.connectors.chunk_news import ChunkNews
-from protocol_v2.connectors.event_feed import EventPublisher
 from protocol_v2.connectors.loaded_adapters import LoadedAdapters
 from protocol_v2.connectors.lora_revision import AdapterRevisions
 from protocol_v2.connectors.scheduler_side import SchedulerSide
 from protocol_v2.connectors.worker_side import LoadTask, SaveTask
 from protocol_v2.errors import ProtocolError
+from protocol_v2.event_feed import EventPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,7 +98,7 @@ class SchedulerConnector:
         """Tells routers, if the operator wants it."""
         if settings.events is None:
             return None
-        publisher = EventPublisher(self.space, settings.events, settings.events_replay)
+        publisher = EventPublisher(settings.events, settings.events_replay, spaces=[self.space])
         news = ChunkNews(publisher, self.space.root, world=self.shape.world, hide_salts=settings.hide_salts)
         self.side.missed = news.missed
         return news

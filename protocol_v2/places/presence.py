@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from protocol_v2.storage.names import ChunkId, Shard
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MEMORY: Final = 1
 DISK: Final = 2
 """Tiers that may have a shard, as bits."""
+
+TIER_NAMES: Final = {MEMORY: "memory", DISK: "disk"}
 
 
 class _Held:
@@ -38,6 +40,20 @@ class Presence:
     def __init__(self) -> None:
         self._chunks: dict[ChunkId, _Held] = {}
         self._spaces: Counter[bytes] = Counter()
+        self._listener: Callable[[ChunkId, tuple[int, int], int, bool], None] | None = None
+
+    def listen(self, listener: Callable[[ChunkId, tuple[int, int], int, bool], None]) -> None:
+        """Tell of every chunk that becomes full or stops being it, beginning with those that are.
+
+        Args:
+            listener: called with the chunk, (world size, group), the tier that made the difference, and whether it is
+                full now. It must neither block nor change anything here.
+        """
+        self._listener = listener
+        for chunk, held in self._chunks.items():
+            for world, group in held.full:
+                tiers = min(tier for shard, tier in held.shards.items() if (shard.world, shard.group) == (world, group))
+                listener(chunk, (world, group), tiers & -tiers, True)
 
     def __len__(self) -> int:
         """Chunks of which at least one shard is somewhere."""
@@ -72,6 +88,8 @@ class Presence:
             world, _, group = shard
             if (world, group) not in held.full and all((world, rank, group) in held.shards for rank in range(world)):
                 held.full = _shared(held.full | {(world, group)})
+                if self._listener is not None:
+                    self._listener(chunk, (world, group), tier, True)
 
     def discard(self, chunk: ChunkId, shards: Iterable[Shard], tier: int) -> None:
         """A tier does not have these shards any more."""
@@ -84,6 +102,8 @@ class Presence:
                 held.shards[shard] = left
             elif held.shards.pop(shard, None) is not None and (shard.world, shard.group) in held.full:
                 held.full = _shared(held.full - {(shard.world, shard.group)})
+                if self._listener is not None:
+                    self._listener(chunk, (shard.world, shard.group), tier, False)
         if not held.shards:
             del self._chunks[chunk]
             self._spaces[chunk[0]] -= 1

@@ -9,9 +9,9 @@ import zmq
 
 from keying import CacheSalt, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
 from protocol_v2.chunk_events import ChunkStored, SpaceDescribed
-from protocol_v2.connectors.event_feed import EventSubscriber
 from protocol_v2.connectors.lora_revision import lora_content_revision
 from protocol_v2.connectors.vllm_events import AmbiguousEventError, VllmEventKeys
+from protocol_v2.event_feed import EventSubscriber
 from protocol_v2.identity import space_from_wire
 from tests.e2e.engines import CHUNK, LORA, Engines
 from tests.e2e.environment import needs_engine

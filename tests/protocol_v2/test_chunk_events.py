@@ -1,5 +1,6 @@
 """Chunk events: typed, whole, numbered."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,24 +19,22 @@ from keying import (
     pack_tokens,
 )
 from protocol_v2.chunk_events import (
-    DESCRIBE_EVERY,
     EVENTS_VERSION,
     MAX_EVENTS,
+    ChunkEvent,
     ChunkRemoved,
+    ChunksHeld,
     ChunkStored,
     EventBatch,
     EventError,
-    EventLog,
-    FeedReader,
     ItemPart,
-    Lost,
-    Restarted,
     SaltedPart,
     SpaceCleared,
     SpaceDescribed,
     decode_batch,
 )
 from protocol_v2.errors import RemoteProtocolError
+from protocol_v2.event_log import DESCRIBE_EVERY, MAX_SPACES, EventLog, FeedReader, Lost, Restarted
 from protocol_v2.identity import space_to_wire
 
 SPACE = KeySpace("m", chunk_size=4, kv_dtype="float32", attributes={"rope": "{}"})
@@ -58,15 +57,26 @@ def stored(n_tokens: int = 12, extra_keys: Any = (), *, hide_salts: bool = False
     ]
 
 
-def log(**others: Any) -> EventLog:
-    """A publisher's log."""
-    return EventLog(b"B" * 16, SPACE.root, space_to_wire(SPACE), clock=lambda: 1.5, **others)
+class Log:
+    """A publisher's log of one space."""
+
+    def __init__(self, boot: bytes = b"B" * 16, **others: Any) -> None:
+        self.all = EventLog(boot, clock=lambda: 1.5, **others)
+        assert self.all.describe(SPACE.root, space_to_wire(SPACE)) is not None
+
+    def append(self, events: Sequence[ChunkEvent]) -> tuple[int, bytes]:
+        """A batch of the space."""
+        return self.all.append(SPACE.root, events)
+
+    def since(self, first: int) -> list[tuple[int, bytes]]:
+        """What is kept of the space."""
+        return self.all.since(SPACE.root, first)
 
 
 def test_a_subscriber_recomputes_every_key_from_what_travelled() -> None:
     """Every kind of extra key, over the wire and back: the key is the hash of what the event tells, types are kept."""
     events = stored(12, EVERY_KIND)
-    _, body = log().append(events)
+    _, body = Log().append(events)
     back = decode_batch(body).events
     assert tuple(events) == back
     for event in back:
@@ -122,7 +132,7 @@ def test_a_salt_is_hidden_where_that_is_wanted_and_never_printed() -> None:
 
 def test_a_batch_of_another_version_is_refused() -> None:
     """Never read as if it were this one; other bytes are no batch."""
-    _, body = log().append((SpaceCleared(),))
+    _, body = Log().append((SpaceCleared(),))
     batch = msgspec.msgpack.decode(body)
     with pytest.raises(EventError, match="version 2"):
         decode_batch(msgspec.msgpack.encode({**batch, "version": EVENTS_VERSION + 1}))
@@ -133,7 +143,7 @@ def test_a_batch_of_another_version_is_refused() -> None:
 
 def test_the_space_is_told_first_and_again() -> None:
     """A root stands for its fields, which tell how to derive keys; whoever comes late finds them in the log."""
-    kept = log(max_batches=DESCRIBE_EVERY)
+    kept = Log(max_batches=DESCRIBE_EVERY)
     for _ in range(2 * DESCRIBE_EVERY):
         kept.append((SpaceCleared(),))
     batches = [decode_batch(body) for _, body in kept.since(0)]
@@ -144,16 +154,50 @@ def test_the_space_is_told_first_and_again() -> None:
 
 def test_the_log_keeps_the_last_batches() -> None:
     """By number and by bytes; the newest one is always there."""
-    by_count = log(max_batches=3)
+    by_count = Log(max_batches=3)
     for _ in range(5):
         by_count.append((SpaceCleared(),))
     assert [3, 4, 5] == [number for number, _ in by_count.since(0)]
     assert [5] == [number for number, _ in by_count.since(5)]
     assert [] == by_count.since(6)
-    by_bytes = log(max_bytes=1)
+    by_bytes = Log(max_bytes=1)
     assert [by_bytes.append((SpaceCleared(),))[0]] == [number for number, _ in by_bytes.since(0)]
     with pytest.raises(EventError, match="at most"):
         by_bytes.append([SpaceCleared()] * (MAX_EVENTS + 1))
+
+
+def test_spaces_are_numbered_each_by_itself_and_share_the_room() -> None:
+    """What one space tells moves no number of another, and the oldest batch goes, whosever it is."""
+    kept = EventLog(b"B" * 16, max_batches=4, clock=lambda: 0.0)
+    one, other = b"1" * 32, b"2" * 32
+    for root in (one, other, one, other, other):
+        kept.append(root, (SpaceCleared(),))
+    assert (one, other) == kept.roots
+    assert (2, 3) == (kept.next(one), kept.next(other))
+    assert [1] == [number for number, _ in kept.since(one, 0)]
+    assert [0, 1, 2] == [number for number, _ in kept.since(other, 0)]
+    assert [0, 1] == [number for number, _ in kept.since(other, 0, 2)]
+    assert ([], 0) == (kept.since(b"3" * 32, 0), kept.next(b"3" * 32))
+    assert {other} == {decode_batch(body).root for _, body in kept.since(other, 0)}
+    kept.describe(one, space_to_wire(SPACE))
+    assert kept.describe(one, space_to_wire(SPACE)) is None
+    _, body = kept.since(one, 2)[0]
+    assert (SpaceDescribed(space_to_wire(SPACE)),) == decode_batch(body).events
+    for number in range(MAX_SPACES - 2):
+        kept.append(b"%032d" % number, ())
+    with pytest.raises(EventError, match="all there is room for"):
+        kept.append(b"4" * 32, ())
+
+
+def test_what_a_server_tells_travels_and_does_not_show_its_keys() -> None:
+    """Keys by world and group, and where; the ones that a connector tells say neither, and cost no byte for it."""
+    held = ChunksHeld(keys=(b"k" * 32,), world=2, group=1, tier="disk")
+    gone, gone_somewhere = ChunkRemoved((b"k" * 32,), 2, 1, "memory"), ChunkRemoved((b"k" * 32,))
+    _, body = Log().append((held, gone, gone_somewhere))
+    assert (held, gone, gone_somewhere) == decode_batch(body).events
+    assert "1 keys" in repr(held)
+    assert (None, None, "") == (gone_somewhere.world, gone_somewhere.group, gone_somewhere.tier)
+    assert 2 == len(msgspec.msgpack.decode(msgspec.msgpack.encode(gone_somewhere)))
 
 
 # ---- the reader
@@ -161,7 +205,7 @@ def test_the_log_keeps_the_last_batches() -> None:
 
 def batches(count: int, boot: bytes = b"B" * 16) -> list[EventBatch]:
     """Batches of one publisher, each with one removed key that is its number."""
-    made = EventLog(boot, SPACE.root, space_to_wire(SPACE), clock=lambda: 0.0)
+    made = Log(boot)
     for number in range(1, count):
         made.append((ChunkRemoved((number.to_bytes(32, "big"),)),))
     return [decode_batch(body) for _, body in made.since(0)]
@@ -204,6 +248,15 @@ def test_what_is_lost_is_said() -> None:
     crowded.receive(all_of[0])
     crowded.receive(all_of[2])
     assert Lost(1, 2) in crowded.receive(all_of[4])
+
+
+def test_a_reader_of_one_space_refuses_to_mix_it_with_another() -> None:
+    """Batches of two spaces have equal numbers: taken for one space's, half of them would be dropped in silence."""
+    reader, all_of = FeedReader(), batches(2)
+    reader.receive(all_of[0])
+    with pytest.raises(EventError, match="several spaces"):
+        reader.receive(msgspec.structs.replace(all_of[1], root=b"o" * 32))
+    assert [1] == numbers(reader.receive(all_of[1]))
 
 
 def test_a_restart_voids_what_was_known() -> None:

@@ -17,9 +17,9 @@ from keying import CacheSalt, MultimodalItem, chunk_keys
 from protocol_v2.cache import ChunkCache
 from protocol_v2.chunk_events import ChunkStored
 from protocol_v2.client import CacheClient
-from protocol_v2.connectors.event_feed import EventSubscriber
 from protocol_v2.connectors.paged import LayoutError
 from protocol_v2.connectors.settings import SettingsError
+from protocol_v2.event_feed import EventSubscriber
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService

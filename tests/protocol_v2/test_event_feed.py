@@ -14,15 +14,14 @@ from protocol_v2.chunk_events import (
     ChunkRemoved,
     ChunkStored,
     EventError,
-    Lost,
-    Restarted,
     SpaceCleared,
     SpaceDescribed,
 )
 from protocol_v2.connectors.chunk_news import ChunkNews
-from protocol_v2.connectors.event_feed import EventPublisher, EventSubscriber, topic_of
 from protocol_v2.connectors.tracker import RequestTracker, SavePlan
 from protocol_v2.errors import LocalProtocolError
+from protocol_v2.event_feed import ANSWER_BATCHES, EventPublisher, EventSubscriber, topic_of
+from protocol_v2.event_log import Lost, Restarted
 
 pytestmark = pytest.mark.zmq
 
@@ -33,6 +32,11 @@ ANY = "tcp://127.0.0.1:*"
 def removed(number: int) -> ChunkRemoved:
     """An event with a number."""
     return ChunkRemoved((number.to_bytes(32, "big"),))
+
+
+def publisher_of(*addresses: str) -> EventPublisher:
+    """A publisher of one space."""
+    return EventPublisher(*addresses, spaces=[SPACE])
 
 
 def until(subscriber: EventSubscriber, count: int) -> list[Any]:
@@ -49,16 +53,16 @@ def joined(publisher: EventPublisher, subscriber: EventSubscriber) -> list[Any]:
     out: list[Any] = []
     ends = time.monotonic() + 10
     while not out and time.monotonic() < ends:
-        publisher.publish((removed(0),))
+        publisher.publish(SPACE.root, (removed(0),))
         out = subscriber.receive(0.05)
     return out
 
 
 def test_a_subscriber_that_comes_late_gets_all_that_is_kept(tmp_path: Path) -> None:
     """The space first, then every event from the beginning, in order, without a gap."""
-    with EventPublisher(SPACE, f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r") as publisher:
+    with publisher_of(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r") as publisher:
         for number in range(1, 51):
-            publisher.publish((removed(number),))
+            publisher.publish(SPACE.root, (removed(number),))
         with EventSubscriber(publisher.address, publisher.replay_address) as subscriber:
             got = subscriber.catch_up()
             assert isinstance(got[0], Restarted)
@@ -66,25 +70,55 @@ def test_a_subscriber_that_comes_late_gets_all_that_is_kept(tmp_path: Path) -> N
             assert [removed(number) for number in range(1, 51)] == got[2:]
             assert [] == subscriber.catch_up()
             joined(publisher, subscriber)
-            publisher.publish((removed(99),))
+            publisher.publish(SPACE.root, (removed(99),))
             assert removed(99) in until(subscriber, 1)
 
 
 def test_what_was_missed_is_asked_for(tmp_path: Path) -> None:
     """Events before the subscription are replayed when the first one after it shows the gap."""
-    with EventPublisher(SPACE, f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r") as publisher:
+    with publisher_of(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r") as publisher:
         for number in range(1, 21):
-            publisher.publish((removed(number),))
+            publisher.publish(SPACE.root, (removed(number),))
         with EventSubscriber(publisher.address, publisher.replay_address, root=SPACE.root) as subscriber:
             got = joined(publisher, subscriber)
             assert not any(isinstance(one, Lost) for one in got)
             assert [removed(number) for number in range(1, 21)] == [one for one in got if one != removed(0)][2:]
 
 
+def test_an_answer_of_many_batches_comes_in_pieces(tmp_path: Path) -> None:
+    """More than a socket queues for one peer: none is lost, by the publisher's only space and by its root."""
+    count = 5 * ANSWER_BATCHES + 3
+    with publisher_of(ANY, f"ipc://{tmp_path}/r") as publisher:
+        for number in range(1, count):
+            publisher.publish(SPACE.root, (removed(number),))
+        for root in (None, SPACE.root):
+            with EventSubscriber(publisher.address, publisher.replay_address, root=root) as subscriber:
+                got = subscriber.catch_up()
+            assert not any(isinstance(one, Lost) for one in got)
+            assert [removed(number) for number in range(1, count)] == [
+                one for one in got if isinstance(one, ChunkRemoved)
+            ]
+
+
+def test_a_publisher_of_several_spaces_is_heard_by_root(tmp_path: Path) -> None:
+    """Each space has its own numbers and its own answer; whoever names none gets none of either."""
+    other = KeySpace("other", chunk_size=4, kv_dtype="float32")
+    with EventPublisher(ANY, f"ipc://{tmp_path}/r", spaces=[SPACE, other]) as publisher:
+        for number in range(1, 4):
+            publisher.publish(SPACE.root, (removed(number),))
+        publisher.publish(other.root, (removed(9),))
+        for root, wanted in ((SPACE.root, [1, 2, 3]), (other.root, [9]), (b"n" * 32, []), (None, [])):
+            with EventSubscriber(publisher.address, publisher.replay_address, root=root) as subscriber:
+                got = [one for one in subscriber.catch_up() if isinstance(one, ChunkRemoved)]
+            assert [removed(number) for number in wanted] == got
+        publisher.close()
+        publisher.close()
+
+
 def test_without_a_replay_address_what_was_missed_is_lost(tmp_path: Path) -> None:
     """Said by its numbers, and not hidden."""
-    with EventPublisher(SPACE, ANY) as publisher:
-        publisher.publish((removed(1),))
+    with publisher_of(ANY) as publisher:
+        publisher.publish(SPACE.root, (removed(1),))
         with EventSubscriber(publisher.address) as subscriber:
             got = joined(publisher, subscriber)
             assert isinstance(got[0], Restarted)
@@ -96,7 +130,7 @@ def test_without_a_replay_address_what_was_missed_is_lost(tmp_path: Path) -> Non
 def test_a_replay_server_that_does_not_answer_costs_its_timeout(tmp_path: Path) -> None:
     """The gap is lost, after the time that was given."""
     with (
-        EventPublisher(SPACE, ANY) as publisher,
+        publisher_of(ANY) as publisher,
         EventSubscriber(publisher.address, f"ipc://{tmp_path}/nobody", replay_timeout=0.1) as subscriber,
     ):
         assert any(isinstance(one, Lost) for one in joined(publisher, subscriber))
@@ -107,7 +141,7 @@ def test_another_space_is_not_heard(tmp_path: Path) -> None:
     other = KeySpace("other", chunk_size=4, kv_dtype="float32")
     assert topic_of(SPACE.root) != topic_of(other.root)
     with (
-        EventPublisher(SPACE, ANY) as publisher,
+        publisher_of(ANY) as publisher,
         EventSubscriber(publisher.address, root=other.root) as deaf,
         EventSubscriber(publisher.address, root=SPACE.root) as subscriber,
     ):
@@ -137,24 +171,24 @@ def test_what_is_no_batch_is_counted_and_another_version_is_an_error(tmp_path: P
 
 def test_a_replay_socket_takes_only_what_it_understands(tmp_path: Path) -> None:
     """Other frames are not answered, and do not end it."""
-    with EventPublisher(SPACE, ANY, f"ipc://{tmp_path}/r") as publisher:
+    with publisher_of(ANY, f"ipc://{tmp_path}/r") as publisher:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"ipc://{tmp_path}/r")
-        for wrong in ([b"XKER"], [b"abcd", bytes(8)], [b"XKER", b"1"], [b"XKER", bytes(8), b""]):
+        for wrong in ([b"XKER"], [b"abcd", bytes(8), b"", b""], [b"XKER", b"1", b"", b""], [b"XKER", bytes(8), b""]):
             dealer.send_multipart(wrong)
         context.destroy(linger=0)
-        publisher.publish((removed(1),))
+        publisher.publish(SPACE.root, (removed(1),))
         with EventSubscriber(publisher.address, publisher.replay_address) as subscriber:
             assert removed(1) in subscriber.catch_up()
 
 
 def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path) -> None:
     """Taken, or none."""
-    with EventPublisher(SPACE, ANY) as publisher, pytest.raises(LocalProtocolError, match="cannot publish"):
-        EventPublisher(SPACE, publisher.address)
+    with publisher_of(ANY) as publisher, pytest.raises(LocalProtocolError, match="cannot publish"):
+        publisher_of(publisher.address)
     with pytest.raises(LocalProtocolError, match="cannot publish"):
-        EventPublisher(SPACE, "nonsense")
+        publisher_of("nonsense")
 
 
 # ---- what a connector tells
@@ -166,8 +200,9 @@ class Told:
     def __init__(self) -> None:
         self.batches: list[list[ChunkEvent]] = []
 
-    def publish(self, events: Sequence[ChunkEvent]) -> int:
+    def publish(self, root: bytes, events: Sequence[ChunkEvent]) -> int:
         """Remember."""
+        assert SPACE.root == root
         self.batches.append(list(events))
         return len(self.batches)
 
