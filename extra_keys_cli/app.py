@@ -95,6 +95,22 @@ def serve(
             show_default=str(DEFAULT_V1_CHUNK_SIZE),
         ),
     ] = None,
+    events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Tell routers here which chunks can be hit, evictions included: ipc://PATH or tcp://HOST:PORT.",
+            show_default=False,
+        ),
+    ] = None,
+    events_replay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Answer here what a router missed, and what was there before it came.",
+            show_default=False,
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on 127.0.0.1 at this port.")
     ] = None,
@@ -108,6 +124,8 @@ def serve(
         raise typer.BadParameter("--store and --no-store exclude each other")
     if v1_chunk_size is not None and not accept_v1:
         raise typer.BadParameter("--v1-chunk-size is for --accept-v1; give both, or neither")
+    if events_replay is not None and events is None:
+        raise typer.BadParameter("--events-replay answers what --events told; give both")
     with explained():
         from extra_keys_cli.key_inputs import read_space
         from extra_keys_cli.serve import ServeOptions
@@ -124,6 +142,8 @@ def serve(
                 workers=workers,
                 spaces=tuple(read_space(path) for path in space or ()),
                 v1_chunk_size=(v1_chunk_size or DEFAULT_V1_CHUNK_SIZE) if accept_v1 else None,
+                events=events,
+                events_replay=events_replay,
                 metrics_port=metrics_port,
                 quiet=quiet,
             )

@@ -19,6 +19,8 @@ from extra_keys_cli.failures import stderr, stdout
 from extra_keys_cli.sizes import format_size
 from keying import KeySpace
 from protocol_v2.cache import ChunkCache
+from protocol_v2.cache_news import CacheNews
+from protocol_v2.event_feed import EventPublisher
 from protocol_v2.hello import Limits
 from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import ServerTerms
@@ -43,6 +45,8 @@ class ServeOptions:
         workers: threads for disk work.
         spaces: the only spaces to serve; empty for any.
         v1_chunk_size: tokens of a chunk for LMCache 0.5.x clients on the same port; None refuses such clients.
+        events: address to publish chunk events at; None for none.
+        events_replay: address at which past events can be asked for; None for none.
         metrics_port: port on 127.0.0.1 for a Prometheus scraper; None for none.
         quiet: print nothing but warnings and errors.
     """
@@ -55,6 +59,8 @@ class ServeOptions:
     workers: int
     spaces: tuple[KeySpace, ...]
     v1_chunk_size: int | None
+    events: str | None
+    events_replay: str | None
     metrics_port: int | None
     quiet: bool
 
@@ -76,25 +82,27 @@ def serve(options: ServeOptions) -> None:
         for address in checked_addresses(options.listen):
             if address.startswith("ipc://"):
                 Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        cache = _loaded_cache(options)
-        service = CacheService(
-            cache,
-            ServerTerms(
-                boot_id=os.urandom(BOOT_ID_BYTES),
-                limits=Limits(),
-                expected_spaces=options.spaces,
-                software="extra-keys",
-            ),
-            started=time.monotonic(),
-            front=None if options.v1_chunk_size is None else V1Front(cache, chunk_size=options.v1_chunk_size),
-            spaces=() if options.store is None else described_spaces(options.store),
-        )
         with contextlib.ExitStack() as stack:
+            publisher = stack.enter_context(_events(options))
+            cache = _loaded_cache(options)
+            service = CacheService(
+                cache,
+                ServerTerms(
+                    boot_id=os.urandom(BOOT_ID_BYTES),
+                    limits=Limits(),
+                    expected_spaces=options.spaces,
+                    software="extra-keys",
+                ),
+                started=time.monotonic(),
+                front=None if options.v1_chunk_size is None else V1Front(cache, chunk_size=options.v1_chunk_size),
+                spaces=() if options.store is None else described_spaces(options.store),
+                news=None if publisher is None else CacheNews(publisher),
+            )
             server = stack.enter_context(CacheServer(options.listen, service, workers=options.workers))
             if options.metrics_port is not None:
                 stack.enter_context(_metrics(options.metrics_port, service))
             if not options.quiet:
-                _announce(server, options)
+                _announce(server, publisher, options)
             while not stop.wait(0.5):
                 if server.join(0):  # the loop failed: `stop` below raises what it died of
                     break
@@ -120,7 +128,10 @@ def _loaded_cache(options: ServeOptions) -> ChunkCache:
     return cache
 
 
-def _announce(server: CacheServer, options: ServeOptions) -> None:
+def _announce(server: CacheServer, publisher: EventPublisher | None, options: ServeOptions) -> None:
+    if publisher is not None:
+        missed = "" if publisher.replay_address is None else f", what was missed at {publisher.replay_address}"
+        stdout.print(f"events at {publisher.address}{missed}", highlight=False, soft_wrap=True)
     if options.v1_chunk_size is not None:
         stdout.print(
             f"LMCache 0.5.x (v1) clients are accepted too, in chunks of {options.v1_chunk_size} tokens; "
@@ -132,6 +143,16 @@ def _announce(server: CacheServer, options: ServeOptions) -> None:
         stdout.print(f"listening on {address}", highlight=False, soft_wrap=True)
     place = "none" if options.store is None else f"{options.store} ({format_size(options.disk)})"
     stdout.print(f"memory {format_size(options.memory)}, disk {place}; Ctrl-C stops", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _events(options: ServeOptions) -> Iterator[EventPublisher | None]:
+    """What publishes chunk events, if that is wanted."""
+    if options.events is None:
+        yield None
+        return
+    with EventPublisher(options.events, options.events_replay) as publisher:
+        yield publisher
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ _LABELLED: Final = (
 )
 _TIER: Final = "tier."
 _SERVICE: Final = "service."
-_GROWING: Final = frozenset({"cache.hits", "cache.failed", "v1.hit_chunks"})
+_GROWING: Final = frozenset({"cache.hits", "cache.failed", "v1.hit_chunks", "events.batches", "events.untold"})
 
 
 class StatusCollector(Collector):

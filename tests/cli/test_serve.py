@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ import pytest
 import zmq
 
 from keying import CacheSalt, KeySpace, chunk_keys
+from protocol_v2.chunk_view import ChunkView
 from protocol_v2.client import CacheClient
 from protocol_v2.errors import SpaceMismatchError
+from protocol_v2.event_feed import EventSubscriber
 from tests.cli.processes import run, serving
 from tests.compat.captured_frames import captured_exchanges
 
@@ -95,6 +98,33 @@ def test_metrics_are_there_for_a_scraper(tmp_path: Path) -> None:
     assert "# TYPE extra_keys_requests_total counter" in text
 
 
+def test_events_tell_a_router_what_is_held_across_a_restart(tmp_path: Path) -> None:
+    """A router that only listens knows what a lookup would hit: stored, found again by the next server, cleared."""
+    feed = ("--events", f"ipc://{tmp_path}/events", "--events-replay", f"ipc://{tmp_path}/replay")
+    digests = [key.digest for key in KEYS]
+    view = ChunkView()
+    with EventSubscriber(feed[1], feed[3], root=SPACE.root, replay_timeout=20) as router:
+
+        def hears(count: int) -> None:
+            ends = time.monotonic() + 30
+            while view.leading(digests) != count and time.monotonic() < ends:
+                view.apply(router.receive(0.05) or router.catch_up())
+            assert (count, 0) == (view.leading(digests), view.lost)
+
+        with serving(*feed, cache_home=tmp_path) as server:
+            store(server.address)
+            hears(3)
+            assert 0 == server.stop()[0]
+        with serving(*feed, cache_home=tmp_path) as server:
+            view.apply(router.catch_up())
+            hears(3)
+            with CacheClient(server.address, SPACE) as client:
+                client.wait_ready(20)
+                assert 3 == client.clear("space").objects
+            hears(0)
+            assert 0 == server.stop()[0]
+
+
 def test_a_second_server_is_refused_with_one_line(tmp_path: Path) -> None:
     """The store and the address belong to the live one; the message says what to do, and nothing is harmed."""
     with serving(cache_home=tmp_path) as server:
@@ -117,6 +147,8 @@ def test_a_second_server_is_refused_with_one_line(tmp_path: Path) -> None:
         (["--store", "/proc/nowhere"], 1, "error:"),
         (["--store", "/tmp", "--no-store"], 2, "exclude each other"),
         (["--fsync", "sometimes"], 2, "sometimes"),
+        (["--events", "nonsense", "--no-store"], 1, "cannot publish at nonsense"),
+        (["--events-replay", "tcp://127.0.0.1:0"], 2, "give both"),
         (["--v1-chunk-size", "16"], 2, "--v1-chunk-size is for --accept-v1"),
         (["--accept-v1", "--v1-chunk-size", "0"], 2, "greater than or equal to 1"),
     ],
