@@ -221,9 +221,7 @@ class V1Front:
             case V1Operation.UNREGISTER_ENGINE_DRIVEN:
                 self._workers.unregister(arguments[0])
             case V1Operation.PING:
-                if arguments[0] is not None:
-                    self._workers.find(arguments[0], now, ping=True)
-                return True
+                return arguments[0] is None or self._workers.ping(arguments[0], now)
             case V1Operation.GET_CHUNK_SIZE:
                 return self._chunk_size
             case V1Operation.GET_EXPERIMENTAL:

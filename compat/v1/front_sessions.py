@@ -252,6 +252,7 @@ class WorkerTable:
         self._chunk_size = chunk_size
         self._max_workers = max_workers
         self._all: OrderedDict[int, V1Worker] = OrderedDict()  # silent longest first
+        self._strangers: OrderedDict[int, None] = OrderedDict()  # told so by their last ping
         self._dtypes: dict[tuple[str, int], Counter[str]] = {}
 
     def __len__(self) -> int:
@@ -270,6 +271,7 @@ class WorkerTable:
             now,
         )
         self.unregister(registration.instance_id)
+        self._strangers.pop(registration.instance_id, None)
         self._all[registration.instance_id] = worker
         self._dtypes.setdefault((worker.model, worker.world), Counter())[worker.layout.dtype] += 1
         if len(self._all) > self._max_workers:
@@ -288,14 +290,31 @@ class WorkerTable:
         if not dtypes:
             del self._dtypes[worker.model, worker.world]
 
-    def find(self, instance_id: int, now: float, *, ping: bool = False) -> V1Worker | None:
+    def find(self, instance_id: int, now: float) -> V1Worker | None:
         """The worker, who has given a sign of life."""
         worker = self._all.get(instance_id)
         if worker is not None:
             worker.last = now
-            worker.pinged = worker.pinged or ping
             self._all.move_to_end(instance_id)
         return worker
+
+    def ping(self, instance_id: int, now: float) -> bool:
+        """A sign of life, and how to answer it: False to every other ping of a worker that is not known.
+
+        An engine of the release registers anew when a ping is answered well after one that was not, and never else. So
+        one whose server was replaced between two of its pings would use a server that does not know it for ever.
+        """
+        worker = self.find(instance_id, now)
+        if worker is not None:
+            worker.pinged = True
+            return True
+        if instance_id in self._strangers:
+            del self._strangers[instance_id]
+            return True
+        self._strangers[instance_id] = None
+        if len(self._strangers) > self._max_workers:
+            self._strangers.popitem(last=False)
+        return False
 
     def dtypes(self, model: str, world: int) -> list[str]:
         """Element types of the workers of a model and world size: one, unless an engine was started with another."""

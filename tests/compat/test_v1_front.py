@@ -393,6 +393,9 @@ def test_a_silent_worker_is_forgotten_and_one_that_pings_is_not(harness: FrontHa
     harness.pass_time(130)
     assert harness.fact("v1.workers") == 1
     assert quiet.hits(PROMPT) == 4
+    assert [False, True] == [pinging.ask(V1Operation.PING, pinging.instances[0]) for _ in range(2)]
+    pinging.register(pinging.instances[0])
+    assert pinging.ask(V1Operation.PING, pinging.instances[0]) is True
     harness.pass_time(3600)
     assert harness.fact("v1.workers") == 0
 

@@ -139,8 +139,21 @@ def test_workers_expire_sooner_once_they_have_pinged() -> None:
     table = WorkerTable(16)
     table.register(registration(1), 0)
     table.register(registration(2), 0)
-    table.find(2, 0, ping=True)
+    assert table.ping(2, 0)
     assert table.expire(119) == []
     assert [2] == table.expire(120)
     assert table.expire(3599) == []
     assert [1] == table.expire(3600)
+
+
+def test_every_other_ping_of_an_unknown_worker_is_answered_as_if_there_were_an_outage() -> None:
+    """So that its engine registers anew; then it is known. How many strangers are remembered is bounded."""
+    table = WorkerTable(16, max_workers=2)
+    table.register(registration(1), 0)
+    assert [True, True] == [table.ping(1, 0) for _ in range(2)]
+    assert [False, True, False, True] == [table.ping(7, 0) for _ in range(4)]
+    assert not table.ping(7, 0)
+    table.register(registration(7), 0)
+    assert [True, True] == [table.ping(7, 0) for _ in range(2)]
+    assert [False] * 3 == [table.ping(stranger, 0) for stranger in (21, 22, 23)]
+    assert [False, True, True] == [table.ping(stranger, 0) for stranger in (21, 23, 21)]  # 21 had been forgotten

@@ -44,7 +44,7 @@ class V1User:
         chunk_size: the server's.
         world: ranks.
         dtype: of the KV.
-        connect_as: number of a connection that exists; a new one by default.
+        timeout: seconds that an answer may take.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class V1User:
         world: int = 1,
         dtype: str = "float16",
         mla: bool = False,
+        timeout: float = 10.0,
     ) -> None:
         self.client = client
         self.chunk_size = chunk_size
         self.model = model or f"org/m{next(_numbers)}"
         self.world = world
-        self.number: int = client.call("connect", url=address)
+        self.number: int = client.call("connect", url=address, timeout=timeout)
         self.instances = [1_000_000 + next(_numbers) for _ in range(world)]
         self.registered = [
             client.call(
@@ -81,7 +82,7 @@ class V1User:
             for instance in self.instances
         ]
 
-    def rpc(self, operation: str, *arguments: Any, timeout: float = 10.0) -> Any:
+    def rpc(self, operation: str, *arguments: Any, timeout: float | None = None) -> Any:
         """Any operation whose arguments are plain values."""
         return self.client.call(
             "rpc", client=self.number, operation=operation, arguments=list(arguments), timeout=timeout
@@ -119,7 +120,10 @@ class V1User:
 
     def store(self, tokens: Sequence[int], fill: float, **key: Any) -> bool:
         """Store a whole prompt: chunk i is filled with ``fill + i`` on every rank; whether all ranks were told yes."""
-        n_chunks = len(tokens) // self.chunk_size
+        return self.store_fills(tokens, [fill + place for place in range(len(tokens) // self.chunk_size)], **key)
+
+    def store_fills(self, tokens: Sequence[int], fills: Sequence[float], **key: Any) -> bool:
+        """Store a range of a prompt, the whole unless told otherwise: a value for each chunk of it."""
         request_id = key.pop("request_id", None) or self.new_request_id()
         stored = [
             self.client.call(
@@ -127,7 +131,7 @@ class V1User:
                 client=self.number,
                 key=self.key(tokens, request_id=request_id, rank=rank, **key),
                 instance=self.instances[rank],
-                fills=[fill + place for place in range(n_chunks)],
+                fills=list(fills),
             )
             for rank in range(self.world)
         ]

@@ -4,6 +4,7 @@ What is right on the released server is right here, with the same values; what i
 is not copied.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from protocol_v2.client import CacheClient
 from tests.interop.environment import needs_lmcache
 from tests.interop.our_server import our_server
 from tests.interop.real_client import RealClient, V1User
-from tests.interop.real_server import ask
+from tests.interop.real_server import ask, free_port
 
 pytestmark = [pytest.mark.interop, pytest.mark.zmq, needs_lmcache]
 
@@ -252,3 +253,18 @@ def test_a_v2_client_and_a_v1_client_share_the_port_and_nothing_else(address: st
         assert user.lookup(PROMPT, salt="tenant") == 0
         assert client.lookup("d", keys).hit_chunks == 4
         assert "v1.refused.failed" not in client.status()
+
+
+def test_an_engine_registers_anew_when_its_server_was_replaced_between_two_pings(real_client: RealClient) -> None:
+    """The release's own heartbeat finds the way back; an engine without one stays unknown, and misses."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with our_server(address=address):
+        beating, mute = V1User(real_client, address), V1User(real_client, address)
+        assert (beating.store(PROMPT, 5.0), mute.store(PROMPT, 6.0)) == (True, True)
+        real_client.call("heartbeat", client=beating.number, instance=beating.instances[0], interval=0.2)
+    with our_server(address=address):
+        ends = time.monotonic() + 30
+        while not beating.store(PROMPT, 5.0):
+            assert time.monotonic() < ends
+        assert [5.0, 6.0, 7.0, 8.0] == beating.retrieve(PROMPT)
+        assert (mute.store(PROMPT, 6.0), mute.lookup(PROMPT)) == (False, 0)

@@ -13,6 +13,7 @@ import json
 import logging
 import pickle
 import sys
+import threading
 from typing import Any
 
 logging.disable(logging.CRITICAL)
@@ -58,16 +59,21 @@ class Peer:
 
     def __init__(self) -> None:
         self.clients: list[Any] = []
+        self.timeouts: list[float] = []
         self.layouts: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.payloads: dict[int, Any] = {}
+        self.heartbeats: dict[int, Any] = {}
 
-    def connect(self, url: str) -> int:
-        """A client of a server; its number."""
+    def connect(self, url: str, timeout: float = TIMEOUT) -> int:
+        """A client of a server, whose answers may take so long; its number."""
         self.clients.append(make_client(url))
+        self.timeouts.append(timeout)
         return len(self.clients) - 1
 
-    def rpc(self, client: int, operation: str, arguments: list[Any], timeout: float = TIMEOUT) -> Any:
+    def rpc(self, client: int, operation: str, arguments: list[Any], timeout: float | None = None) -> Any:
         """Any operation of the contract whose arguments are plain values."""
-        return getattr(self.clients[client], operation)(*arguments).result(timeout=timeout)
+        future = getattr(self.clients[client], operation)(*arguments)
+        return future.result(timeout=self.timeouts[client] if timeout is None else timeout)
 
     def keyed(self, client: int, operation: str, key: dict[str, Any], arguments: list[Any]) -> Any:
         """Any operation that begins with a key; None among the arguments stands for an empty event handle."""
@@ -81,7 +87,26 @@ class Peer:
         planes = () if payload.use_mla else (2,)
         shape = (*planes, payload.num_layers, fields["num_physical_slots"], payload.hidden_dim_size)
         self.layouts[payload.instance_id] = (shape, getattr(torch, payload.dtype_str))
+        self.payloads[payload.instance_id] = payload
         return self.rpc(client, "register_kv_cache_engine_driven_context", [payload])
+
+    def heartbeat(self, client: int, instance: int, interval: float) -> None:
+        """LMCache's own heartbeat of a worker, which registers it anew when it takes the server to have been away."""
+        from lmcache.integration.vllm.vllm_multi_process_adapter import HeartbeatThread
+
+        def register() -> bool:
+            self.rpc(client, "register_kv_cache_engine_driven_context", [self.payloads[instance]])
+            return True
+
+        healthy = threading.Event()
+        healthy.set()
+        beat = self.heartbeats[instance] = HeartbeatThread(self.clients[client], healthy, interval, instance)
+        beat.register_recover_callback(register)
+        beat.start()
+
+    def end_heartbeat(self, instance: int) -> None:
+        """No more pings of a worker."""
+        self.heartbeats.pop(instance).stop()
 
     def lookup(self, client: int, key: dict[str, Any], how: str = "wait") -> Any:
         """Lookup, then its result by whichever of the two operations."""
