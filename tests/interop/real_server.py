@@ -1,9 +1,10 @@
 """The released LMCache server as a process: a port from the operating system, ready when it answers, stopped by pid."""
 
+import json
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,12 +26,22 @@ class RealServer:
         chunk_size: tokens of a chunk.
         release: one of the older releases; None for 0.5.6.
         port: None: one that nobody listens on.
+        adapter: where it keeps values beside its memory: type and fields of an L2 adapter, None for nowhere.
     """
 
-    def __init__(self, log: Path, *, chunk_size: int = 16, release: str | None = None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *,
+        chunk_size: int = 16,
+        release: str | None = None,
+        port: int | None = None,
+        adapter: Mapping[str, object] | None = None,
+    ) -> None:
         self.chunk_size = chunk_size
         self.log = log
         self._release = release
+        self._adapter = () if adapter is None else ("--l2-adapter", json.dumps(adapter))
         self._port = port if port is not None else free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -53,7 +64,7 @@ class RealServer:
                     *("--host", "127.0.0.1", "--port", str(self._port), "--chunk-size", str(self.chunk_size)),
                     *("--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
                     *("--supported-transfer-mode", "engine_driven", "--disable-observability"),
-                    *("--shm-name", "", "--max-workers", "1"),
+                    *("--shm-name", "", "--max-workers", "1", *self._adapter),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
