@@ -35,16 +35,18 @@ from protocol_v2.places.flow import CacheBusyError, Flow
 from protocol_v2.places.memory import MemoryPlace
 from protocol_v2.places.presence import DISK, MEMORY, Presence
 from protocol_v2.places.reading import Reader
+from protocol_v2.places.remote import RemoteLimits, RemotePlace
 from protocol_v2.sessions import SESSION_TTL, SessionTable
 from protocol_v2.storage.errors import StorageValueError
 from protocol_v2.storage.names import MAX_GROUP, MAX_WORLD, ObjectId, Shard, checked_digest
 from protocol_v2.storage.objects import NO_PARENT
 from protocol_v2.storage.schema import schema_fault
 from protocol_v2.tiers.base import TierError, TierFullError
-from protocol_v2.work import Done, Ran, Task, failed, immediate
+from protocol_v2.work import Done, Ran, Task, blocking, failed, immediate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+    from concurrent.futures import Executor
 
     from keying import KeySpace
     from protocol_v2.codes import MissReason
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from protocol_v2.storage.names import ChunkId
     from protocol_v2.storage.objects import StoredObject
     from protocol_v2.tiers.disk import DiskTier
+    from protocol_v2.tiers.remote import RemoteTier
     from protocol_v2.tiers.residency import Residency
 
 __all__ = ["CacheBusyError", "CacheLimits", "ChunkCache"]
@@ -87,7 +90,10 @@ class ChunkCache:
     Args:
         memory_budget: bytes of the memory tier.
         disk: the disk tier; None keeps everything in memory. The cache closes it.
+        remote: the tier that servers share; None for none. The cache closes it.
         limits: bounds.
+        remote_limits: bounds of what is done with the remote tier.
+        remote_executor: runs what is asked of it and sent to it; by default threads of its own.
         new_lease_id: gives a fresh lease id, 16 bytes; by default random, so that no id of another server or boot
             is ever taken for one of this.
     """
@@ -96,8 +102,11 @@ class ChunkCache:
         self,
         memory_budget: int,
         disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
         *,
         limits: CacheLimits | None = None,
+        remote_limits: RemoteLimits | None = None,
+        remote_executor: Executor | None = None,
         new_lease_id: Callable[[], bytes] = lambda: os.urandom(16),
     ) -> None:
         self._limits = limits or CacheLimits()
@@ -108,7 +117,12 @@ class ChunkCache:
         self._faults = Faults(self._limits.max_faults)
         self._memory = MemoryPlace(memory_budget, self._presence, self._leases.is_held)
         self._disk = DiskPlace(disk, self._presence, self._leases.is_held) if disk is not None else None
-        sources: list[Source] = [] if self._disk is None else [self._disk]
+        self._remote = (
+            RemotePlace(remote, self._presence, limits=remote_limits or RemoteLimits(), executor=remote_executor)
+            if remote is not None
+            else None
+        )
+        sources: list[Source] = [source for source in (self._disk, self._remote) if source is not None]
         self._places: tuple[Place, ...] = (self._memory, *sources)
         self._reader = Reader(self._memory, sources, keep=self._keep_in_memory, faults=self._faults, flow=self._flow)
         self._prefetching: set[ChunkId] = set()
@@ -149,7 +163,9 @@ class ChunkCache:
         return len(scan.found)
 
     def close(self, now: float) -> Task[None]:
-        """End: record the last uses and let the folder go. Every other task must be settled before it is run.
+        """End: record the last uses, let the folder go, send what waits for the remote tier (for a bounded time).
+
+        Every other task must be settled before it is run.
 
         The cache takes no calls afterwards; a second close does nothing.
         """
@@ -157,10 +173,24 @@ class ChunkCache:
         if self._closed:
             return immediate(None)
         self._closed = True
-        return immediate(None) if self._disk is None else self._disk.close()
+        ends = [place.close() for place in (self._disk, self._remote) if place is not None]
+        if not ends:
+            return immediate(None)
+
+        def work() -> None:
+            for end in ends:
+                end.run()
+
+        def settle(_ran: Ran[None], now: float) -> None:
+            for end in ends:
+                end.finish(now)
+
+        return blocking(work, settle)
 
     def describe(self, space: KeySpace) -> Task[None]:
         """Write the description of a space beside its objects, unless that was done. The task raises `TierError`."""
+        if self._remote is not None:
+            self._remote.describe(space)
         return immediate(None) if self._disk is None else self._disk.describe(space)
 
     # ---- the keyed calls
@@ -175,6 +205,21 @@ class ChunkCache:
         """
         _check_keys(root, keys)
         self._sessions.bind((owner, session), root, keys, first=first, opens=False, owner=owner, now=now)
+
+    def ask(self, root: bytes, keys: Sequence[bytes], *, world: int = 1, groups: int = 1, now: float) -> Task[None]:
+        """Ask the remote tier about chunks that a lookup or prefetch of these keys would miss; for just before one.
+
+        Ready at once where there is nothing to ask. Otherwise it waits for the answer, for a bounded time, and raises
+        nothing; what comes later is there for the next lookup. Arguments as `lookup`.
+
+        Raises:
+            StorageValueError: as `lookup`.
+        """
+        self._expire(now)
+        self._check_lookup(root, keys, world, groups)
+        if self._remote is None:
+            return immediate(None)
+        return self._remote.ask(root, keys[len(self._leading(root, keys, world, groups)) :], world, groups, now)
 
     def lookup(
         self,
@@ -216,7 +261,7 @@ class ChunkCache:
         bound = keys if full is None else keys[:full]
         if session is not None:
             self._sessions.bind((owner, session), root, bound, opens=True, owner=owner, now=now)
-        found = self._presence.leading(root, keys, world, groups)
+        found = self._leading(root, keys, world, groups)
         miss = None
         if len(found) < len(keys):
             miss = self._faults.reason((root, keys[len(found)]))
@@ -333,10 +378,12 @@ class ChunkCache:
             self._touch([chunk])
             return self._stored_as(StoreOutcome.PRESENT)
         if self._is_loose(obj) and not self._fits(obj):
-            return self._stored_as(StoreOutcome.DECLINED)
+            return self._declined(obj)
         if self._disk is None:
-            outcome = StoreOutcome.STORED if self._keep_in_memory(obj) else StoreOutcome.DECLINED
-            return self._stored_as(outcome)
+            if not self._keep_in_memory(obj):
+                return self._declined(obj)
+            self._send(obj)
+            return self._stored_as(StoreOutcome.STORED)
         return self._store_durably(obj, self._disk)
 
     def prefetch(
@@ -364,7 +411,7 @@ class ChunkCache:
         if session is not None:
             bound = keys if full is None else keys[:full]
             self._sessions.bind((owner, session), root, bound, opens=True, owner=owner, now=now)
-        found = self._presence.leading(root, keys, world, groups)
+        found = self._leading(root, keys, world, groups)
         self._touch(found)
         resident, leading = 0, True
         tasks: list[Task[bool]] = []
@@ -438,6 +485,8 @@ class ChunkCache:
         self._expire(now)
         for session in self._sessions.expire(now):
             self._offer(self._leases.drop_session(session))
+        if self._remote is not None:
+            self._remote.upkeep(now)
         if self._disk is None:
             return []
         tasks = [self._disk.maintain()]
@@ -453,6 +502,7 @@ class ChunkCache:
         return CacheStatus(
             memory=_tier_status(self._memory.residency),
             disk=None if disk is None else _tier_status(disk.residency),
+            remote=None if self._remote is None else self._remote.status(),
             hits=self._hits,
             misses=dict(self._misses),
             retrieved=dict(self._reader.retrieved),
@@ -473,6 +523,19 @@ class ChunkCache:
 
     def _expire(self, now: float) -> None:
         self._offer(self._leases.expire(now))
+        if self._remote is not None:
+            self._remote.collect(now)
+
+    def _leading(self, root: bytes, keys: Sequence[bytes], world: int, groups: int) -> list[ChunkId]:
+        """The leading chunks of which every shard is in memory, on disk, or known to be in the remote tier."""
+        found = self._presence.leading(root, keys, world, groups)
+        if self._remote is not None and len(found) < len(keys):
+            self._remote.extend(found, root, keys, world, groups)
+        return found
+
+    def _send(self, obj: StoredObject) -> None:
+        if self._remote is not None:
+            self._remote.send(obj)
 
     def _offer(self, chunks: Sequence[ChunkId]) -> None:
         """Chunks that a lease held and holds no more: they may go, unless another lease holds them."""
@@ -514,13 +577,20 @@ class ChunkCache:
         root, parent = obj.envelope.chain[1]
         if parent in (root, NO_PARENT) or self._presence.has((root, parent)):
             return False
-        return self._disk is None or not self._disk.is_writing((root, parent))
+        if self._disk is not None and self._disk.is_writing((root, parent)):
+            return False
+        return self._remote is None or not self._remote.knows((root, parent))
 
     def _fits(self, obj: StoredObject) -> bool:
         """Whether an object can be kept without anything going."""
         if self._disk is None:
             return self._memory.residency.fits(obj.charge)
         return self._disk.fits(obj)
+
+    def _declined(self, obj: StoredObject) -> Task[StoreOutcome]:
+        """No room here; where servers share a tier there may be some."""
+        self._send(obj)
+        return self._stored_as(StoreOutcome.DECLINED)
 
     def _stored_as(self, outcome: StoreOutcome) -> Task[StoreOutcome]:
         self._stored[outcome] += 1
@@ -536,7 +606,7 @@ class ChunkCache:
             write = disk.write(obj)
         except TierFullError:
             self._flow.give_back(size)
-            return self._stored_as(StoreOutcome.DECLINED)
+            return self._declined(obj)
 
         def settle(ran: Ran[None], _now: float) -> StoreOutcome:
             self._flow.give_back(size)
@@ -547,6 +617,7 @@ class ChunkCache:
             if disk.turn(obj.id.chunk, obj.id.shard) is not None:
                 self._keep_in_memory(obj)
                 self._faults.forget(obj.id.chunk)
+                self._send(obj)
             self._stored[StoreOutcome.STORED] += 1
             return StoreOutcome.STORED
 

@@ -32,7 +32,14 @@ _LABELLED: Final = (
 )
 _TIER: Final = "tier."
 _SERVICE: Final = "service."
-_GROWING: Final = frozenset({"cache.hits", "cache.failed", "v1.hit_chunks", "events.batches", "events.untold"})
+_GROWING: Final = frozenset(
+    {
+        *("cache.hits", "cache.failed", "v1.hit_chunks", "events.batches", "events.untold"),
+        *("remote.trips", "remote.failed", "remote.asked", "remote.there", "remote.late", "remote.skipped"),
+        *("remote.read", "remote.read_bytes", "remote.written", "remote.written_bytes"),
+        *("remote.dropped", "remote.refused"),
+    }
+)
 
 
 class StatusCollector(Collector):

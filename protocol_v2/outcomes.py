@@ -104,12 +104,60 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteStatus:
+    """The remote tier, for people and tools. What it holds is not known here: others store and evict there too.
+
+    Attributes:
+        kind: ``redis``, ``s3``, ...
+        address: where it is, without user, password and options.
+        up: whether it is used; False while it does not answer.
+        trips: how often it was found away.
+        failed: calls that failed.
+        last_error: what the last of them failed with; None where none did.
+        known: chunks of which some shard is known to be there.
+        asked: objects that were asked about.
+        there: of these, that were there.
+        late: lookups and prefetches that did not wait for the answer any longer.
+        skipped: lookups and prefetches that did not ask though they would have: it is away, or too many ask.
+        read: objects that were read.
+        read_bytes: bytes of them.
+        written: objects that were sent and taken.
+        written_bytes: payload of them.
+        dropped: objects that were not sent: the queue was full, they were cleared, or the server stopped.
+        refused: objects that were sent and not taken.
+        queued: objects that wait to be sent.
+        queued_bytes: bytes of memory that they keep.
+    """
+
+    kind: str
+    address: str
+    up: bool
+    trips: int
+    failed: int
+    last_error: str | None
+    known: int
+    asked: int
+    there: int
+    late: int
+    skipped: int
+    read: int
+    read_bytes: int
+    written: int
+    written_bytes: int
+    dropped: int
+    refused: int
+    queued: int
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatus:
     """The cache, for people and tools. Counters run since the start.
 
     Attributes:
         memory: the memory tier.
         disk: the disk tier; None without one.
+        remote: the remote tier; None without one.
         hits: chunks that lookups hit.
         misses: lookups that did not hit all their chunks, by why the first one missed.
         retrieved: chunks delivered, by the tier they came from.
@@ -128,6 +176,7 @@ class CacheStatus:
 
     memory: TierStatus
     disk: TierStatus | None
+    remote: RemoteStatus | None
     hits: int
     misses: Mapping[MissReason, int]
     retrieved: Mapping[str, int]

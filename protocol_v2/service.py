@@ -104,7 +104,6 @@ class _Named(TypedDict):
     owner: bytes
     session: str
     full: int
-    now: float
 
 
 class CacheService:
@@ -340,13 +339,13 @@ class CacheService:
         message = request.message
         match message:
             case LookupRequest():
-                self._reply(peer, request, self._lookup(peer, message, now), now)
+                self._find(peer, request, message, now)
             case RetrieveRequest():
                 self._retrieve(peer, request, message, now)
             case StoreRequest():
                 self._store(peer, request, message, now)
             case PrefetchRequest():
-                self._reply(peer, request, self._prefetch(peer, message, now), now)
+                self._find(peer, request, message, now)
             case ReleaseRequest():
                 stop = None if message.count is None else message.first + message.count
                 released = self._cache.release(message.lease, start=message.first, stop=stop, now=now)
@@ -363,7 +362,25 @@ class CacheService:
 
     # ---- answers
 
-    def _named(self, peer: _Peer, message: LookupRequest | PrefetchRequest, now: float) -> _Named:
+    def _find(
+        self, peer: _Peer, request: RequestReceived, message: LookupRequest | PrefetchRequest, now: float
+    ) -> None:
+        """Let a remote tier say what it has, for a bounded time, then answer; at once where there is none to ask."""
+        named = self._named(peer, message)
+        asking = self._cache.ask(named["root"], named["keys"], world=named["world"], groups=named["groups"], now=now)
+
+        def then(now: float) -> None:
+            asking.finish(now)
+            if self._peers.get(peer.identity) is not peer:
+                return  # it is gone: a lease would be nobody's
+            answer = (
+                self._lookup(message, named, now) if isinstance(message, LookupRequest) else self._prefetch(named, now)
+            )
+            self._reply(peer, request, answer, now)
+
+        self._run(peer, request, [asking], then, now)
+
+    def _named(self, peer: _Peer, message: LookupRequest | PrefetchRequest) -> _Named:
         """What a lookup and a prefetch name alike."""
         space = peer.connection.space
         chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
@@ -375,18 +392,17 @@ class CacheService:
             owner=peer.identity,
             session=message.session,
             full=_n_full(chunks),
-            now=now,
         )
 
-    def _lookup(self, peer: _Peer, message: LookupRequest, now: float) -> LookupReply:
+    def _lookup(self, message: LookupRequest, named: _Named, now: float) -> LookupReply:
         ttl = self._terms.limits.lease_ms / 1000
-        hit = self._cache.lookup(**self._named(peer, message, now), lease=message.lease, ttl=ttl)
+        hit = self._cache.lookup(**named, lease=message.lease, ttl=ttl, now=now)
         return LookupReply(
             hit_chunks=hit.chunks, lease=hit.lease, lease_ms=int(hit.lease_seconds * 1000), miss=hit.miss
         )
 
-    def _prefetch(self, peer: _Peer, message: PrefetchRequest, now: float) -> PrefetchReply:
-        prefetch = self._cache.prefetch(**self._named(peer, message, now))
+    def _prefetch(self, named: _Named, now: float) -> PrefetchReply:
+        prefetch = self._cache.prefetch(**named, now=now)
         for task in prefetch.tasks:
             self._jobs.background(task, now)
         return PrefetchReply(accepted=len(prefetch.tasks), resident=prefetch.resident)

@@ -59,6 +59,8 @@ def describe_status(cache: CacheStatus, counters: ServiceCounters, server: Mappi
     for name, tier in (("memory", cache.memory), ("disk", cache.disk)):
         if tier is not None:
             facts |= {f"tier.{name}.{field}": value for field, value in asdict(tier).items()}
+    if cache.remote is not None:
+        facts |= {f"remote.{field}": value for field, value in asdict(cache.remote).items()}
     facts |= {
         "cache.hits": cache.hits,
         "cache.failed": cache.failed,

@@ -53,11 +53,9 @@ class Source(Place, Protocol):
 
     Attributes:
         name: short name, such as ``disk``, under which deliveries are counted.
-        failed: operations of the tier that failed.
     """
 
     name: str
-    failed: int
 
     def plan_read(self, wanted: ObjectId) -> Read | None:
         """A read of an object, if it is here."""
@@ -71,6 +69,9 @@ class Source(Place, Protocol):
     def drop(self, read: Read) -> bool:
         """What was read is not there, or broken: take it out of the index. Whether it was still the one in it."""
 
+    def note_failure(self, error: TierError | None) -> None:
+        """A read failed, for no fault of the object's."""
+
 
 class Read:
     """One object to be read: planned on the loop, run in a thread, settled on the loop.
@@ -81,7 +82,7 @@ class Read:
         turn: which write it came from when the read was planned.
         charge: bytes that are under way for it.
         found: the object, once it was read.
-        error: why it was not.
+        error: why it was not; None where it was not tried.
     """
 
     __slots__ = ("charge", "error", "found", "source", "turn", "wanted")

@@ -196,6 +196,10 @@ class DiskPlace:
         self._presence.discard(wanted.chunk, [wanted.shard], DISK)
         return True
 
+    def note_failure(self, _error: TierError | None) -> None:
+        """A read failed."""
+        self.failed += 1
+
     def forget(self, root: bytes | None) -> Forgotten:
         """Forget what is not leased, of one space or all."""
         for wanted, writes in self._writes.items():

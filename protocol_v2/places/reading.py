@@ -150,14 +150,14 @@ class Reader:
             if self._memory.find(read.wanted) is None and read.source.wants_kept(read):
                 self._keep(read.found)
             return read.found
-        if isinstance(read.error, ObjectMissError):
-            reason = read.error.reason
-            if read.source.drop(read) and isinstance(read.error, EnvelopeError):
-                self.set_aside[reason] += 1
-                self._faults.note(read.wanted.name, reason)
-            return reason
-        read.source.failed += 1
-        return MissReason.ABSENT
+        if not isinstance(read.error, ObjectMissError):
+            read.source.note_failure(read.error)
+            return MissReason.ABSENT
+        reason = read.error.reason
+        if read.source.drop(read) and isinstance(read.error, EnvelopeError):
+            self.set_aside[reason] += 1
+            self._faults.note(read.wanted.name, reason)
+        return reason
 
     def _deliver(
         self,
