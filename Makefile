@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup check test interop e2e demo bench fuzz vectors clean
+.PHONY: setup check test interop e2e sglang demo bench fuzz vectors clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,15 @@ $(VLLM)/.installed: tests/e2e/requirements.txt tests/e2e/constraints.txt
 	$(VLLM)/bin/python -m pip uninstall -q -y triton
 	$(VLLM)/bin/python -c "import torch; assert torch.version.cuda is None, torch.__version__"
 	touch $@
+
+# SGLang's own classes, beside the packages of that environment (a minute, 1.3 GB)
+$(VLLM)/sglang/.installed: $(VLLM)/.installed tests/e2e/requirements-sglang.txt
+	$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(VLLM)/sglang \
+	    -r tests/e2e/requirements-sglang.txt
+	touch $@
+
+sglang: $(STAMP) $(VLLM)/sglang/.installed
+	$(BIN)/python -m pytest -q tests/e2e/test_sglang.py
 
 e2e: $(STAMP) $(VLLM)/.installed
 	EXTRA_KEYS_E2E=1 $(BIN)/python -m pytest -q tests/e2e

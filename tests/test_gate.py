@@ -15,17 +15,21 @@ test:
 	@echo "tested, e2e=$$EXTRA_KEYS_E2E" && {test}
 .venv-vllm/.installed:
 	{build}
+.venv-vllm/sglang/.installed:
+	{more}
 """
-BUILDS = "mkdir .venv-vllm && touch $@"
+BUILDS = "mkdir -p $(@D) && touch $@"
 
 
-def gate(folder: Path, *, build: str, test: str = "true", replaced: tuple[str, str] = ("", "")) -> tuple[int, str]:
+def gate(
+    folder: Path, *, build: str, more: str = BUILDS, test: str = "true", replaced: tuple[str, str] = ("", "")
+) -> tuple[int, str]:
     """Run it in a folder; its exit code and what it printed."""
     (folder / ".ci").mkdir(exist_ok=True)
     text = GATE.read_text()
     assert replaced[0] in text
     (folder / ".ci" / "run").write_text(text.replace(*replaced) if replaced[0] else text)
-    (folder / "Makefile").write_text(MAKEFILE.format(build=build, test=test))
+    (folder / "Makefile").write_text(MAKEFILE.format(build=build, more=more, test=test))
     ran = subprocess.run(
         ["bash", folder / ".ci" / "run"],
         stdout=subprocess.PIPE,
@@ -76,6 +80,15 @@ def test_an_engine_that_cannot_be_built_is_skipped_loudly(
     assert said.endswith("checked\ntested, e2e=\n")
     assert ("no network" in said) == ("no network" in build)
     assert 0 != gate(tmp_path, build=build, replaced=replaced, test="false")[0]
+
+
+def test_what_is_laid_beside_the_engine_is_skipped_by_itself(tmp_path: Path) -> None:
+    """SGLang's classes that cannot be had are said to be skipped, and cost the engine's own tests nothing."""
+    code, said = gate(tmp_path, build=BUILDS, more="false")
+    assert 0 == code
+    assert f"{SKIPPED}make sglang" in said
+    assert f"{SKIPPED}make e2e" not in said
+    assert said.endswith("tested, e2e=1\n")
 
 
 def test_a_hang_ends_and_fails(tmp_path: Path) -> None:

@@ -18,6 +18,17 @@ WHY_NOT = (
     "2.5 GB) and then takes about 7 minutes"
 )
 
+SGLANG = ROOT / ".venv-vllm" / "sglang"
+"""SGLang's packages, beside those of the engine's environment that it shares."""
+
+SGLANG_STAMP = SGLANG / ".installed"
+"""Written by `make sglang`."""
+
+WITHOUT_SGLANG = (
+    "SGLang's own classes were not tested: run `make sglang`, which adds SGLang 0.5.23 to the environment of "
+    "`make e2e` (1.3 GB, most of it Triton) and takes about two minutes"
+)
+
 needs_engine = pytest.mark.skipif(os.environ.get(ASKED) != "1" or not STAMP.exists(), reason=WHY_NOT)
 
 

@@ -63,7 +63,7 @@ def test_two_workers_hold_a_shard_each(engines: Engines, server: Server, load: s
         engines.open(process, "llama", load=load, options=options)
         run = engines.run(process, requests)
         assert_same(reference, run.answers)
-        assert [hit, hit] == run.cached
+        assert [hit, hit] == run.cached, run.facts
     assert (0, 0) == server.left_over()
 
 
