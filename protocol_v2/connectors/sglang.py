@@ -13,8 +13,8 @@ backends (``HiCacheStorage``) are no such place: they get page hashes that SGLan
 Counts are agreed among the ranks (`agree`, a minimum over the group), so that all promise and use the same tokens; a
 load says how many it delivered, and the engine computes the rest.
 
-Read from the released 0.5.23 (``mem_cache/registry.py``, ``base_prefix_cache.py``, ``memory_pool.py``), and run with its
-own requests, pools and radix tree on CPU (``make sglang``); no engine of SGLang was run.
+Read from the released 0.5.23 (``mem_cache/registry.py``, ``base_prefix_cache.py``, ``memory_pool.py``), and run with
+its own requests, pools and radix tree on CPU (``make sglang``); no engine of SGLang was run.
 """
 
 from __future__ import annotations
