@@ -20,6 +20,7 @@ Source: docs/spec/v1-formats.md, "Tunnel".
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from protocol_v2.messages import Reply
     from protocol_v2.storage import StoredObject
     from protocol_v2.wire_keys import Keys
+
+log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 256
 MAX_PAYLOAD_BYTES: Final = 256 * 1024 * 1024
@@ -386,7 +389,9 @@ class V1Tunnel:
         self._fits = True
 
     def _not_fit(self, reason: str, now: float) -> UnsupportedServerError:
-        self._unfit = UnsupportedServerError(f"a v1 server, and no tunnel through it: {reason}")
+        before, self._unfit = self._unfit, UnsupportedServerError(f"a v1 server, and no tunnel through it: {reason}")
+        if str(before) != str(self._unfit):
+            log.warning("%s; requests are misses, and it is tried again from time to time", self._unfit)
         self._unfit_until = now + UNFIT_SECONDS
         self._fits = False
         self._count("unfit")

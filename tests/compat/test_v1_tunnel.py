@@ -441,8 +441,8 @@ def test_large_answers_come_in_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch
 # ---- servers that do not fit, do not answer, or lie
 
 
-def test_a_server_with_other_chunks_is_not_keyed_at_all() -> None:
-    """Asked for its chunk size, and nothing else for half a minute."""
+def test_a_server_with_other_chunks_is_not_keyed_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    """Asked for its chunk size, and nothing else for half a minute; why is logged, once."""
     pair = Pair(Server(chunk_size=32))
     for _ in range(2):
         failure = pair.lookup()
@@ -454,6 +454,7 @@ def test_a_server_with_other_chunks_is_not_keyed_at_all() -> None:
     assert isinstance(pair.lookup(), UnsupportedServerError)
     assert [V1Operation.GET_CHUNK_SIZE] * 2 == pair.server.asked
     assert {"tunnel.sessions": 1, "tunnel.unfit": 2} == pair.policy.facts()
+    assert 1 == caplog.text.count("no tunnel through it: its chunks have 32 tokens")
 
 
 @pytest.mark.parametrize(
