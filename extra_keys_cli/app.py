@@ -67,7 +67,29 @@ def serve(
         FsyncChoice,
         typer.Option(help="always: acknowledged means on disk, also after a power cut; rename-only: after kill -9."),
     ] = FsyncChoice.ALWAYS,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Threads for disk work.")] = 4,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="EXTRA_KEYS_REMOTE",
+            help="A slower tier that several servers share, so that each hits what the others stored: "
+            "redis://HOST:6379/0 (rediss, valkey, valkeys, unix; ?ttl=30d lets entries go after that time), or "
+            "s3://BUCKET/PREFIX (gs, az; credentials from the environment), or file:///FOLDER. Stores never wait for "
+            "it, and while it is away its entries are misses. Passwords belong into the variable, not on a command "
+            "line that others can see.",
+            show_default=False,
+        ),
+    ] = None,
+    remote_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=60,
+            help="Seconds that one call to the remote tier may take. After three in a row that fail it is left alone "
+            "until it answers again.",
+        ),
+    ] = 1.0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Threads for disk and remote work.")] = 4,
     space: Annotated[
         list[Path] | None,
         typer.Option(
@@ -139,6 +161,8 @@ def serve(
                 memory=parse_size(memory),
                 disk=parse_size(disk),
                 fsync=Fsync[fsync.name],
+                remote=remote,
+                remote_timeout=remote_timeout,
                 workers=workers,
                 spaces=tuple(read_space(path) for path in space or ()),
                 v1_chunk_size=(v1_chunk_size or DEFAULT_V1_CHUNK_SIZE) if accept_v1 else None,

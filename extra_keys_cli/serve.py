@@ -26,8 +26,10 @@ from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer, checked_addresses
 from protocol_v2.service import CacheService
-from protocol_v2.tiers import DiskTier, Fsync
+from protocol_v2.tiers import DiskTier, Fsync, TierError
 from protocol_v2.tiers.descriptions import described_spaces
+from protocol_v2.tiers.remote import RemoteTier
+from protocol_v2.tiers.remote_url import open_remote
 
 BOOT_ID_BYTES = 16
 
@@ -42,7 +44,9 @@ class ServeOptions:
         memory: bytes of the memory tier.
         disk: bytes of the disk tier.
         fsync: when data is forced to the disk.
-        workers: threads for disk work.
+        remote: URL of the tier that servers share; None for none.
+        remote_timeout: seconds that one call to it may take.
+        workers: threads for work that blocks.
         spaces: the only spaces to serve; empty for any.
         v1_chunk_size: tokens of a chunk for LMCache 0.5.x clients on the same port; None refuses such clients.
         events: address to publish chunk events at; None for none.
@@ -56,6 +60,8 @@ class ServeOptions:
     memory: int
     disk: int
     fsync: Fsync
+    remote: str | None
+    remote_timeout: float
     workers: int
     spaces: tuple[KeySpace, ...]
     v1_chunk_size: int | None
@@ -84,7 +90,8 @@ def serve(options: ServeOptions) -> None:
                 Path(address.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.ExitStack() as stack:
             publisher = stack.enter_context(_events(options))
-            cache = _loaded_cache(options)
+            remote = None if options.remote is None else _opened_remote(options.remote, options.remote_timeout)
+            cache = _loaded_cache(options, remote)
             service = CacheService(
                 cache,
                 ServerTerms(
@@ -102,7 +109,7 @@ def serve(options: ServeOptions) -> None:
             if options.metrics_port is not None:
                 stack.enter_context(_metrics(options.metrics_port, service))
             if not options.quiet:
-                _announce(server, publisher, options)
+                _announce(server, publisher, remote, options)
             while not stop.wait(0.5):
                 if server.join(0):  # the loop failed: `stop` below raises what it died of
                     break
@@ -110,16 +117,16 @@ def serve(options: ServeOptions) -> None:
             stdout.print("stopped")
 
 
-def _loaded_cache(options: ServeOptions) -> ChunkCache:
+def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCache:
     """The cache over its tiers, with the disk tier's entries found again; a bar shows where that takes long."""
     if options.store is None:
-        return ChunkCache(options.memory)
+        return ChunkCache(options.memory, remote=remote)
     disk = DiskTier(options.store, budget=options.disk, fsync=options.fsync)
     if disk.reclaimed:
         logging.getLogger(__name__).warning(
             "the last server on this store did not stop in order; its entries are checked"
         )
-    cache = ChunkCache(options.memory, disk)
+    cache = ChunkCache(options.memory, disk, remote)
     with Progress(console=stderr, transient=True, disable=options.quiet or not stderr.is_terminal) as progress:
         bar = progress.add_task("reading the store", total=None)
         found = cache.load(lambda done, total: progress.update(bar, completed=done, total=total))
@@ -128,7 +135,21 @@ def _loaded_cache(options: ServeOptions) -> ChunkCache:
     return cache
 
 
-def _announce(server: CacheServer, publisher: EventPublisher | None, options: ServeOptions) -> None:
+def _opened_remote(url: str, timeout: float) -> RemoteTier:
+    """The remote tier. One that does not answer is told and keeps nobody from starting: it may come."""
+    remote = open_remote(url, timeout=timeout)
+    try:
+        remote.ping()
+    except TierError as error:
+        logging.getLogger(__name__).warning(
+            "the remote tier %s does not answer (%s); serving without it until it does", remote.address, error
+        )
+    return remote
+
+
+def _announce(
+    server: CacheServer, publisher: EventPublisher | None, remote: RemoteTier | None, options: ServeOptions
+) -> None:
     if publisher is not None:
         missed = "" if publisher.replay_address is None else f", what was missed at {publisher.replay_address}"
         stdout.print(f"events at {publisher.address}{missed}", highlight=False, soft_wrap=True)
@@ -142,7 +163,10 @@ def _announce(server: CacheServer, publisher: EventPublisher | None, options: Se
     for address in server.addresses:
         stdout.print(f"listening on {address}", highlight=False, soft_wrap=True)
     place = "none" if options.store is None else f"{options.store} ({format_size(options.disk)})"
-    stdout.print(f"memory {format_size(options.memory)}, disk {place}; Ctrl-C stops", highlight=False, soft_wrap=True)
+    shared = "" if remote is None else f", remote {remote.address}"
+    stdout.print(
+        f"memory {format_size(options.memory)}, disk {place}{shared}; Ctrl-C stops", highlight=False, soft_wrap=True
+    )
 
 
 @contextlib.contextmanager

@@ -1,21 +1,24 @@
-"""`ChunkCache`: lookup, retrieve, store, prefetch, release and clear over memory and disk, without any transport.
+"""`ChunkCache`: lookup, retrieve, store, prefetch, release and clear over all tiers, without any transport.
 
 Theory of operation
 -------------------
 One loop drives the cache and passes the time in. Nothing here blocks: what is in memory is answered at once, and what
 needs the disk comes back as a `work.Task`, which an executor runs and the loop settles. See `work` for who calls what,
-where. Lookups ask indexes only (`presence`), whatever tier a chunk is in.
+where. Lookups ask indexes only (`places.presence`), whatever tier a chunk is in. A tier that servers share has no index
+here: `ask`, just before a lookup, finds out what it has of these keys, for a bounded time (`places.remote`).
 
 *Acknowledged.* `StoreOutcome.STORED` means: visible to lookups from now on and, where there is a disk tier, written
 there and durable by its fsync policy, so a restart finds it. It stays until the budget evicts it (counted), a clear
 forgets it, or its bytes are found damaged (counted, set aside). A store that fails is not acknowledged; what it brought
 may still be served from memory, since it is right, and is not there after a restart. With a disk tier memory holds
-copies of what is on disk (write-through), so evicting from memory loses nothing.
+copies of what is on disk (write-through), so evicting from memory loses nothing. What is stored is sent on to the
+remote tier afterwards, which is no part of the acknowledgement.
 
 *Visible.* An object is visible when it is whole and acknowledged; a chunk is a hit when every shard of it is visible.
 
 *Leases.* A lookup leases its hit; leased chunks stay in the tiers that have them. A retrieve delivers the prefix of its
-range that is really there, which is all of it unless files were damaged or the lease had expired.
+range that is really there, which is all of it unless something was damaged, the lease had expired, or the remote tier,
+which knows no leases, let something go.
 """
 
 from __future__ import annotations

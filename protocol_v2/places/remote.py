@@ -236,7 +236,7 @@ class RemotePlace:
                 together[0].error = error
                 return
             self._breaker.note(None)
-            for read, outcome in zip(together, outcomes, strict=True):
+            for read, outcome in zip(together, outcomes, strict=False):
                 if isinstance(outcome, ObjectMissError):
                     read.error = outcome
                     return

@@ -121,13 +121,20 @@ class RemoteTier:
         return [None if self._is_stuck(name) else size for name, size in zip(names, sizes, strict=True)]
 
     def get_many(self, wanted: Sequence[ObjectId]) -> list[StoredObject | ObjectMissError]:
-        """Each object, verified, or why there is none; what is broken has been set aside.
+        """The objects in order, verified, up to the first that is not there, in whose place it says why.
+
+        What is broken has been set aside. What comes after it was not looked at.
 
         Raises:
             TierError: the store failed.
         """
         values = self._store.read([str(one.name) for one in wanted])
-        return [self._open(one, value) for one, value in zip(wanted, values, strict=True)]
+        found: list[StoredObject | ObjectMissError] = []
+        for one, value in zip(wanted, values, strict=True):
+            found.append(self._open(one, value))
+            if isinstance(found[-1], ObjectMissError):
+                break
+        return found
 
     def get(self, wanted: ObjectId) -> StoredObject:
         """The object, verified.

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,14 +28,14 @@ class Serve:
 
 
 @contextmanager
-def serving(*options: str, cache_home: Path) -> Iterator[Serve]:
+def serving(*options: str, cache_home: Path, environment: Mapping[str, str] | None = None) -> Iterator[Serve]:
     """Start ``extra-keys serve`` and wait until it says where it listens."""
     process = subprocess.Popen(
         [sys.executable, "-m", "extra_keys_cli", "serve", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache_home)},
+        env=os.environ | {"XDG_CACHE_HOME": str(cache_home)} | dict(environment or {}),
     )
     watchdog = threading.Timer(SECONDS, process.kill)
     watchdog.start()
