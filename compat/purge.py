@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -85,14 +85,6 @@ def verdict(stored: StoredName, what: Identity, criteria: Criteria, now: float) 
     return Verdict.AMBIGUOUS if undecided else Verdict.NOT_ASKED
 
 
-def plan(
-    names: Iterable[StoredName], models: Mapping[str, str], criteria: Criteria, now: float
-) -> Iterator[tuple[StoredName, Verdict]]:
-    """Each name and whether it goes."""
-    for stored in names:
-        yield stored, verdict(stored, identify(stored, models), criteria, now)
-
-
 def purge_folder(
     folder: Path, criteria: Criteria, *, dry_run: bool = True, now: float | None = None
 ) -> Iterator[tuple[StoredName, Verdict]]:
@@ -121,9 +113,11 @@ def purge_folder(
                 held.enter_context(_owning(folder, schema))
         models = described_models(folder)
         moment = time.time() if now is None else now
-        for stored, outcome in plan(folder_names(folder), models, criteria, moment):
+        for stored in folder_names(folder):
+            what = identify(stored, models)
+            outcome = verdict(stored, what, criteria, moment)
             if outcome is Verdict.RETIRED and not dry_run:
-                ours = identify(stored).schema != 1
+                ours = what.schema != 1
                 if ours and int(stored.name.split("/")[0].removeprefix("xk")) not in owned:
                     yield stored, Verdict.NOT_ASKED
                     continue

@@ -19,27 +19,36 @@ class FsyncChoice(StrEnum):
     RENAME_ONLY = "rename-only"
 
 
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 what was asked for does not hold or cannot be done, 2 wrong usage, 130 interrupted. "
+    "Errors are one line on standard error."
+)
 DEFAULT_V1_CHUNK_SIZE = 256
 """Tokens; LMCache's own default."""
 
 
 app = typer.Typer(
     name="extra-keys",
-    help="KV-cache keys that are right: [bold]key = hash(tokens, extra_keys)[/bold].\n\n"
-    "[b]serve[/b] runs a cache server, [b]probe[/b] and [b]status[/b] ask one what it speaks and does, [b]demo[/b] "
-    "shows the whole on requests captured from a real engine, [b]explain[/b] and [b]diff[/b] say what a key is.",
+    help="KV-cache keys that are right: **key = hash(tokens, extra_keys)**.\n\n"
+    "Begin with **demo**: it shows the whole on requests captured from a real engine. **serve** runs a cache server; "
+    "**probe** and **status** ask one what it speaks and does; **explain** and **diff** say what a key is; **audit** "
+    "and **purge** say what a store holds, and retire a part of it.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 KeyInputsFile = Annotated[
-    str, typer.Argument(help="JSON file with space, tokens and extra_keys; - reads standard input.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="FILE", help="JSON file with space, tokens and extra_keys; - reads standard input.", show_default=False
+    ),
 ]
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def serve(
     listen: Annotated[
         list[str] | None,
@@ -113,8 +122,9 @@ def serve(
         typer.Option(
             min=1,
             max=1 << 20,
-            help="Tokens of a chunk for v1 clients, who ask for it: what their old server's --chunk-size was.",
-            show_default=str(DEFAULT_V1_CHUNK_SIZE),
+            help="Tokens of a chunk for v1 clients, who ask for it: what their old server's --chunk-size was. "
+            f"Default: {DEFAULT_V1_CHUNK_SIZE}.",
+            show_default=False,
         ),
     ] = None,
     events: Annotated[
@@ -174,11 +184,15 @@ def serve(
         )
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def demo(
     requests: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Captured requests, a JSON object a line.", show_default="32 from vLLM 0.32"),
+        typer.Option(
+            metavar="FILE",
+            help="Captured requests, a JSON object a line. Default: 32 from vLLM 0.32.",
+            show_default=False,
+        ),
     ] = None,
     chunk_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens in a chunk.")] = 32,
 ) -> None:
@@ -199,12 +213,14 @@ def demo(
             raise typer.Exit(1)
 
 
-ServerAddress = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT.", show_default=False)]
+ServerAddress = Annotated[
+    str, typer.Argument(metavar="ADDRESS", help="ipc://PATH or tcp://HOST:PORT.", show_default=False)
+]
 Timeout = Annotated[float, typer.Option(min=0.01, help="Seconds to wait for all of it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def probe(
     address: ServerAddress,
     space: Annotated[
@@ -226,7 +242,7 @@ def probe(
             raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
     """Print what a server says of itself: schemas, tiers, hits and misses by reason, leases, refusals.
 
@@ -239,7 +255,7 @@ def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = Fal
         run(address, timeout, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def explain(inputs: KeyInputsFile) -> None:
     """Show each chunk's key and what beside the tokens it is the hash of.
 
@@ -256,12 +272,14 @@ def explain(inputs: KeyInputsFile) -> None:
         run(read_key_inputs(inputs))
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def diff(first: KeyInputsFile, second: KeyInputsFile) -> None:
     """Say where the keys of two requests part, and why.
 
     Exit code 0 if all their chunks are shared, 1 if not.
     """
+    if first == second == "-":
+        raise typer.BadParameter("standard input has one request only; give a file for the other")
     with explained():
         from extra_keys_cli.explain import diff as run
         from extra_keys_cli.key_inputs import read_key_inputs
@@ -281,14 +299,12 @@ StorePlace = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def audit(place: StorePlace, as_json: AsJson = False) -> None:
     """Count what a store holds: by schema, format, model, salted or not, with bytes and ages.
 
     Names of LMCache 0.5.x are schema 1, ours schema 2. Nothing is opened but descriptions of spaces, and nothing is
     changed. In Redis, bytes are what the server's memory holds, and an age is the time since the last use.
-
-    Exit codes: 0 done, 1 the place cannot be listed, 2 wrong usage.
     """
     with explained():
         from extra_keys_cli.audit import audit as run
@@ -296,7 +312,7 @@ def audit(place: StorePlace, as_json: AsJson = False) -> None:
         run(place, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def purge(
     place: StorePlace,
     schema: Annotated[
@@ -325,9 +341,9 @@ def purge(
 
     What cannot be named, or is ambiguous for what is asked, stays. Interrupted, it goes on where it is run again. In a
     folder, schema 2 goes only while no server has it. What becomes younger while the purge runs stays.
-
-    Exit codes: 0 done, 1 refused or failed (run it again), 2 wrong usage.
     """
+    if schema is None and older_than is None and not model:
+        raise typer.BadParameter("say what is to go: --schema, --older-than, --model, or several of them")
     with explained():
         from compat.purge import Criteria
         from extra_keys_cli.ages import parse_age
@@ -339,4 +355,4 @@ def purge(
 
 def main() -> None:
     """Entry point of the installed command."""
-    app()
+    app(prog_name="extra-keys")

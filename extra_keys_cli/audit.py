@@ -115,10 +115,10 @@ def _opened(place: str) -> Iterator[tuple[Path, RedisListing | None]]:
             yield Path(), listing
         return
     folder = Path(place)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "is not there"
+    if not place or not folder.is_dir():  # an empty text, from a variable that is not set, is not the current folder
+        what = "is no place" if not place else "is a file" if folder.exists() else "is not there"
         raise CommandError(
-            f"{_printable(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
+            f"{_printable(place) or repr(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
         )
     yield folder, None
 

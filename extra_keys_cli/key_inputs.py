@@ -60,11 +60,11 @@ def read_key_inputs(source: str) -> KeyInputs:
         CommandError: not JSON, not this form, or refused by `keying`.
     """
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
         raise CommandError(f"{source}: {error.strerror}") from None
     try:
-        return _inputs(json.loads(text))
+        return _inputs(json.loads(data))
     except KeyingError as error:
         raise CommandError(f"{source}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -91,12 +91,20 @@ def read_space(path: Path) -> KeySpace:
         raise CommandError(f"{path}: not a space ({error})") from None
 
 
-def _inputs(fields: dict[str, Any]) -> KeyInputs:
+def _inputs(fields: Any) -> KeyInputs:
+    if not isinstance(fields, dict):
+        raise TypeError("wanted a JSON object")
     if unknown := set(fields) - _FIELDS:
         raise ValueError(f"unknown field {min(unknown)!r}")
     space_fields = dict(fields["space"])
     space = KeySpace(space_fields.pop("model"), **space_fields)
-    extra_keys = [_MAKERS[kind](*values) for kind, *values in fields.get("extra_keys", [])]
+    extra_keys = [_extra_key(*given) for given in fields.get("extra_keys", [])]
     tokens = list(fields["tokens"])
     keys = chunk_keys(space, tokens, extra_keys, partial_tail=fields.get("partial_tail", False))
     return KeyInputs(space, tokens, extra_keys, keys)
+
+
+def _extra_key(kind: str = "", *values: Any) -> ExtraKey:
+    if kind not in _MAKERS:
+        raise ValueError(f"an extra key begins with one of {', '.join(_MAKERS)}, and not with {kind!r}")
+    return _MAKERS[kind](*values)

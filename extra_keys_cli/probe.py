@@ -1,6 +1,7 @@
 """``extra-keys probe`` and ``status``: what a server speaks, and what it says of itself."""
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from extra_keys_cli.ages import format_age
-from extra_keys_cli.failures import stderr, stdout
+from extra_keys_cli.failures import CommandError, stderr, stdout
 from keying import KeySpace
 from protocol_v2 import CacheClient, ProbeReport
 from protocol_v2 import probe as ask
+from protocol_v2.errors import ServerUnavailableError
 
 
 def probe(address: str, space: KeySpace | None, timeout: float, *, as_json: bool) -> bool:
@@ -43,8 +45,12 @@ def status(address: str, timeout: float, *, as_json: bool) -> None:
     Raises:
         ProtocolError: no session, or no answer in time.
     """
+    logging.getLogger("protocol_v2").setLevel(logging.ERROR)  # that nobody answers is said once, by the error
     with CacheClient(address, role="status", timeout=timeout) as client:
-        client.wait_ready()
+        try:
+            client.wait_ready()
+        except ServerUnavailableError as error:
+            raise CommandError(f"{address}: no session ({error}); is a server running there?") from None
         facts = client.status()
     if as_json:
         stdout.print_json(json.dumps(facts))

@@ -15,7 +15,7 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 
 from compat import V1Front
-from extra_keys_cli.failures import stderr, stdout
+from extra_keys_cli.failures import CommandError, stderr, stdout
 from extra_keys_cli.sizes import format_size
 from keying import KeySpace
 from protocol_v2.cache import ChunkCache
@@ -119,6 +119,8 @@ def serve(options: ServeOptions) -> None:
 
 def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCache:
     """The cache over its tiers, with the disk tier's entries found again; a bar shows where that takes long."""
+    if options.store is not None and options.store.exists() and not options.store.is_dir():
+        raise CommandError(f"{options.store}: a file; give a folder for the store")
     if options.store is None:
         return ChunkCache(options.memory, remote=remote)
     disk = DiskTier(options.store, budget=options.disk, fsync=options.fsync)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from protocol_v2.addresses import WANTED, is_address
 from protocol_v2.errors import (
     ClientClosedError,
     LocalProtocolError,
@@ -368,9 +369,9 @@ def checked_address(address: str | Sequence[str]) -> str:
     if isinstance(address, list | tuple) and len(address) == 1:
         address = address[0]
     if not isinstance(address, str):
-        raise LocalTypeError(f"address: got {type(address).__name__}, wanted ipc://PATH or tcp://HOST:PORT")
-    if not address.startswith(("ipc://", "tcp://")) or address.endswith("://"):
-        raise LocalProtocolError(f"address: got {address[:256]!r}, wanted ipc://PATH or tcp://HOST:PORT")
+        raise LocalTypeError(f"address: got {type(address).__name__}, wanted {WANTED}")
+    if not is_address(address):
+        raise LocalProtocolError(f"address: got {address[:256]!r}, wanted {WANTED}")
     return address
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from protocol_v2.addresses import WANTED, is_address
 from protocol_v2.errors import LocalProtocolError
 
 if TYPE_CHECKING:
@@ -294,8 +295,8 @@ def checked_addresses(listen: str | Sequence[str]) -> tuple[str, ...]:
     """
     addresses = (listen,) if isinstance(listen, str) else tuple(listen)
     if not addresses:
-        raise LocalProtocolError("listen: no address; give ipc://PATH or tcp://HOST:PORT")
+        raise LocalProtocolError(f"listen: no address; give {WANTED}")
     for address in addresses:
-        if not isinstance(address, str) or not address.startswith((IPC, "tcp://")) or address in {IPC, "tcp://"}:
-            raise LocalProtocolError(f"listen: got {address!r}, wanted ipc://PATH or tcp://HOST:PORT")
+        if not isinstance(address, str) or not is_address(address):
+            raise LocalProtocolError(f"listen: got {address!r}, wanted {WANTED}")
     return addresses

@@ -49,7 +49,7 @@ def test_purge_is_a_dry_run_until_yes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        ((), 1, "no criterion"),
+        ((), 2, "say what is to go"),
         (("--older-than", "soon"), 2, "is no age"),
         (("--schema", "2", "--yes"), 1, "live server"),
     ],
