@@ -52,7 +52,8 @@ class CacheNews:
     def __init__(self, publisher: SpacePublisher) -> None:
         self._publisher = publisher
         self._pending: dict[bytes, dict[tuple[bytes, Shards], tuple[bool, int]]] = {}
-        self._collected = 0
+        self.pending = 0
+        """Changes that were collected and not yet published."""
         self.batches = 0
         """Batches published."""
         self.untold = 0
@@ -69,18 +70,20 @@ class CacheNews:
         """A chunk is whole now for a world size and group, or no more; see `Presence.listen`."""
         root, key = chunk
         pending = self._pending.setdefault(root, {})
-        if pending.pop((key, shards), None) is None:
-            pending[key, shards] = held, tier
-            self._collected += 1
-            if self._collected >= FLUSH_AT:
-                self.flush()
+        if pending.pop((key, shards), None) is not None:
+            self.pending -= 1
+            return
+        pending[key, shards] = held, tier
+        self.pending += 1
+        if self.pending >= FLUSH_AT:
+            self.flush()
 
     def flush(self) -> None:
         """Publish what was collected: for each space what went, then what came."""
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        self._collected = 0
+        self.pending = 0
         for root, changes in pending.items():
             events = _events(changes)
             for first in range(0, len(events), EVENTS_A_BATCH):

@@ -487,7 +487,11 @@ class CacheService:
             "server.jobs": len(self._jobs),
         }
         if self._news is not None:
-            server |= {"events.batches": self._news.batches, "events.untold": self._news.untold}
+            server |= {
+                "events.batches": self._news.batches,
+                "events.pending": self._news.pending,
+                "events.untold": self._news.untold,
+            }
         if self._front is not None:
             server |= self._front.facts()
         return describe_status(self._cache.status(now), self.counters, server)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +20,11 @@ class Server:
     Args:
         folder: for its socket and log; short, as socket paths are.
         store: folder of its disk tier; None for memory only.
+        options: more of the command line.
     """
 
-    def __init__(self, folder: Path, store: Path | None = None) -> None:
+    def __init__(self, folder: Path, store: Path | None = None, *, options: Sequence[str] = ()) -> None:
+        self._options = options
         self.address = f"ipc://{folder}/cache"
         self._log = folder / "server.log"
         self._store = store
@@ -30,7 +33,14 @@ class Server:
     def start(self) -> Self:
         """Start, and wait until it answers."""
         tier = ["--no-store"] if self._store is None else ["--store", str(self._store)]
-        command = [str(Path(sys.executable).parent / "extra-keys"), "serve", "--listen", self.address, *tier]
+        command = [
+            str(Path(sys.executable).parent / "extra-keys"),
+            "serve",
+            "--listen",
+            self.address,
+            *tier,
+            *self._options,
+        ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         ends = time.monotonic() + STARTING

@@ -1,5 +1,6 @@
 """What routers hear of a real engine: our events, and vLLM's own made into the same."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,18 @@ import msgspec
 import pytest
 import zmq
 
-from keying import CacheSalt, KeySpace, LoraAdapter, MultimodalItem, chunk_keys
-from protocol_v2.chunk_events import ChunkStored, SpaceDescribed
+from keying import CacheSalt, KeySpace, LoraAdapter, MultimodalItem, chunk_digests, chunk_keys
+from protocol_v2.chunk_events import ChunkRemoved, ChunkStored, SpaceDescribed
+from protocol_v2.chunk_view import ChunkView
 from protocol_v2.connectors.lora_revision import lora_content_revision
 from protocol_v2.connectors.vllm_events import AmbiguousEventError, VllmEventKeys
 from protocol_v2.event_feed import EventSubscriber
+from protocol_v2.event_log import FeedItem
 from protocol_v2.identity import space_from_wire
+from tests.e2e.cache_server import Server
 from tests.e2e.engines import CHUNK, LORA, Engines
 from tests.e2e.environment import needs_engine
-from tests.e2e.prompts import Request, words
+from tests.e2e.prompts import Request, assert_same, full_hit, words
 
 pytestmark = [pytest.mark.e2e, needs_engine]
 
@@ -115,3 +119,47 @@ def test_vllms_events_of_pictures_leave_their_length_open(engines: Engines, fold
     keys = chunk_keys(space, expanded, [MultimodalItem(identifier, 30, 64)])
     assert [key.digest for key in keys] == [event.key for event in ours]
     assert CHUNK == space.chunk_size
+
+
+def told_by(server: Server, subscriber: EventSubscriber) -> list[FeedItem]:
+    """All that a server has to tell: it publishes what it collected ten times a second, and says when that is done."""
+    ends = time.monotonic() + 60
+    while server.facts()["events.pending"] and time.monotonic() < ends:
+        time.sleep(0.02)
+    return subscriber.catch_up()
+
+
+def test_a_router_that_hears_the_server_knows_what_an_engine_will_hit(engines: Engines, folder: Path) -> None:
+    """Six prompts in room for about three: before each request the view says how much of it will come from the cache.
+
+    Evictions are heard: at the end prompts that were stored are neither promised nor hit.
+    """
+    place = folder / "events-server"
+    place.mkdir()
+    feed = (f"ipc://{place}/events", f"ipc://{place}/replay")
+    server = Server(place, options=("--memory", "420KiB", "--events", feed[0], "--events-replay", feed[1])).start()
+    requests: list[Request] = [{"tokens": words(300, f"routed {number}")} for number in range(6)]
+    try:
+        reference = engines.expected("llama", requests)
+        engines.open("first", "llama", address=server.address)
+        root = bytes.fromhex(engines.hosts["first"].call("facts")["root"])
+        view, promised, cached = ChunkView(), [], []
+        with EventSubscriber(*feed, root=root, replay_timeout=60) as subscriber:
+            heard = told_by(server, subscriber)
+            space = next(space_from_wire(one.space) for one in heard if isinstance(one, SpaceDescribed))
+            for number in (0, 1, 2, 3, 4, 5, 5, 4, 0, 1):
+                keys = chunk_digests(space, requests[number]["tokens"])
+                told = told_by(server, subscriber)
+                heard += told
+                view.apply(told)
+                promised.append(min(view.leading(keys) * CHUNK, full_hit(300, CHUNK)))
+                run = engines.run("first", [requests[number]])
+                assert_same([reference[number]], run.answers)
+                cached += run.cached
+        assert promised == cached
+        assert cached[6] == full_hit(300, CHUNK)
+        assert 0 in cached[7:]
+        assert any(isinstance(one, ChunkRemoved) for one in heard)
+        assert 0 == view.lost
+    finally:
+        server.stop()

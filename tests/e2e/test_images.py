@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import CHUNK, Engines
+from tests.e2e.engines import CHUNK, LORA, Engines
 from tests.e2e.environment import needs_engine
 from tests.e2e.prompts import Request, assert_same, differences, full_hit, words
 
@@ -184,6 +184,31 @@ def test_mixed_traffic_in_one_batch(engines: Engines, model: str) -> None:
     second = engines.run("second", requests, batch=True)
     assert_same(reference, second.answers)
     assert [full_hit(one["prompt"], CHUNK) for one in reference] == second.cached
+
+
+def test_every_kind_of_identity_in_one_batch(engines: Engines) -> None:
+    """One prompt with a picture: plain, by salt, by adapter, by both, and with another picture, computed together.
+
+    All are stored in one batch by the first process, and hit in one batch by the second, each its own.
+    """
+    picture, other = (picture_at("llava", 20, number, "every kind", n_tokens=150) for number in (1, 2))
+    adapter = engines.adapter("llava-a")
+    requests: list[Request] = [
+        picture,
+        {**picture, "salt": "a"},
+        {**picture, "adapter": adapter},
+        {**picture, "adapter": adapter, "salt": "a"},
+        other,
+        {**other, "adapter": engines.adapter("llava-b")},
+    ]
+    options = {**LORA, "max_num_seqs": 6}
+    reference = engines.expected("llava", requests, **options)
+    assert len({tuple(one["logprobs"]) for one in reference}) == 4  # salts change no answer
+    for process, hits in (("first", None), ("second", [full_hit(one["prompt"], CHUNK) for one in reference])):
+        engines.open(process, "llava", options=options)
+        run = engines.run(process, requests, batch=True)
+        assert_same(reference, run.answers)
+        assert hits is None or hits == run.cached
 
 
 def test_keys_of_tokens_alone_would_be_seen(engines: Engines) -> None:

@@ -1,5 +1,11 @@
 """`RequestTracker`: one request from admission to end, case by case."""
 
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 
 from keying import (
@@ -364,3 +370,69 @@ def test_a_salt_shows_nowhere() -> None:
     tracker.compute(12)
     shown = repr((tracker, load, tracker.take_save(hold=False), tracker.plan_lookup(1e9), tracker.take_calls()))
     assert "very-secret" not in shown
+
+
+# ---- cost
+
+
+def work_of_a_step(tracker: RequestTracker, step: Callable[[RequestTracker], object]) -> tuple[int, int]:
+    """Lines of Python that a decode step executes, and bytes that it has allocated at one time; no clock is asked."""
+    lines = 0
+
+    def count(_frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += 1
+        return count
+
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    was = sys.gettrace()
+    sys.settrace(count)
+    try:
+        step(tracker)
+    finally:
+        sys.settrace(was)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return lines, peak - before
+
+
+def at_length(n_tokens: int) -> RequestTracker:
+    """A request with so many tokens, all computed and saved."""
+    tracker = RequestTracker(KeySpace("m", chunk_size=16, kv_dtype="float32"), [CacheSalt("s")], name="r")
+    tracker.extend(range(n_tokens))
+    tracker.compute(n_tokens)
+    tracker.take_save(hold=True)
+    return tracker
+
+
+def a_decode_step(tracker: RequestTracker) -> object:
+    """One more token, inside a chunk."""
+    tracker.extend([7])
+    tracker.compute(tracker.n_tokens)
+    return tracker.take_save(hold=True)
+
+
+def a_step_that_reads_all(tracker: RequestTracker) -> object:
+    """The fault that the count is for."""
+    stop = 0
+    for key in tracker.keys:
+        stop = key.stop
+    return stop
+
+
+def test_a_step_costs_what_is_new_at_any_length() -> None:
+    """A decode step executes the same lines, and allocates next to nothing, behind 1,024 tokens and behind 262,144.
+
+    Negative control: a step that reads all tokens again, or copies all keys, is seen by one of the two counts.
+    """
+    short, long = at_length(1024), at_length(262_144)
+    lines, _ = work_of_a_step(short, a_decode_step)
+    costs = [work_of_a_step(long, a_decode_step) for _ in range(12)]
+    assert {lines} == {one for one, _ in costs}
+    assert min(size for _, size in costs) < 4096
+    _, copied = work_of_a_step(long, lambda tracker: list(tracker.keys))
+    assert copied > 100_000
+    read_again, _ = work_of_a_step(long, a_step_that_reads_all)
+    assert read_again > 10 * lines
