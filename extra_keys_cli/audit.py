@@ -23,6 +23,7 @@ from extra_keys_cli.sizes import format_size
 
 T = TypeVar("T")
 _BAR_WIDTH = 12
+_WIDE = 100  # columns of a screen that has room for a bar
 _EVERY = 256  # names between two updates of the progress bar
 
 
@@ -47,17 +48,9 @@ def audit(place: str, *, as_json: bool) -> None:
         return
     total = sum(count.n_bytes for count in counts.values())
     age = "age" if listing is None else "last used"
-    table = Table(
-        "schema",
-        "what",
-        "model",
-        "salted",
-        "names",
-        "bytes",
-        "share",
-        age,
-        title=escape(_printable(_shown(place, listing))),
-    )
+    table = Table(title=escape(_printable(_shown(place, listing))))
+    for column in ("schema", "what", "model", "salted", "names", "bytes", "share", age):
+        table.add_column(column, overflow="fold")  # on a narrow screen nothing is cut off
     for group, count in rows:
         model = "" if group.holding is not Holding.ENTRY else group.model or "unknown"
         table.add_row(
@@ -67,7 +60,7 @@ def audit(place: str, *, as_json: bool) -> None:
             {None: "", True: "yes", False: "no"}[group.salted],
             f"{count.names:,}",
             format_size(count.n_bytes),
-            Bar(max(total, 1), 0, count.n_bytes, width=_BAR_WIDTH),
+            _share(count.n_bytes, total),
             _ages(count, now),
         )
     stdout.print(table)
@@ -138,6 +131,13 @@ def _watched(items: Iterable[T], total: int | None) -> Iterator[T]:
             if n % _EVERY == 0:
                 progress.update(task, completed=n)
             yield item
+
+
+def _share(n_bytes: int, total: int) -> Bar | str:
+    """A part of all bytes: as a bar, or as a number where the screen is narrow."""
+    if stdout.width >= _WIDE:
+        return Bar(max(total, 1), 0, n_bytes, width=_BAR_WIDTH)
+    return f"{n_bytes / max(total, 1):.0%}"
 
 
 def _ages(count: Count, now: float) -> str:

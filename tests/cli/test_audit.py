@@ -3,20 +3,25 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from compat.v1.front_storage import namespace_root
 from extra_keys_cli.app import app
+from keying import KeySpace, chunk_keys
+from protocol_v2.client import CacheClient
+from tests.cli.processes import serving
 from tests.compat import mixed_database
-from tests.compat.mixed_folder import V1, V2, files, fill
+from tests.compat.mixed_folder import RANK, V1, V2, files, fill
+from tests.compat.v1_writers import MpObject
 from tests.protocol_v2.storage_samples import chain, make_object
 from tests.redis_server import needs_redis, redis_server
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
     """Exit code and everything printed."""
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
     return result.exit_code, result.output
 
 
@@ -32,6 +37,19 @@ def test_audit_prints_a_table_and_json(tmp_path: Path) -> None:
     assert len(V1) == sum(group["names"] for group in groups if group["schema"] == 1)
     assert len(V2) == sum(group["names"] for group in groups if group["what"] == "entry" and group["schema"] == 2)
     assert "tenant" not in shown + text
+
+
+def test_a_narrow_screen_cuts_nothing_off(tmp_path: Path) -> None:
+    """Long model names go on in the next line, and a share is a number where a wide screen has a bar."""
+    model = "org/" + "a-very-long-name-" * 5 + "end"
+    (tmp_path / MpObject(model, RANK, 0, b"\xaa" * 32).fs()).write_bytes(b"123")
+    (tmp_path / "junk").write_bytes(b"1")
+    wide, narrow = run("audit", str(tmp_path)), run("audit", str(tmp_path), columns=60)
+    assert (0, 0) == (wide[0], narrow[0])
+    for shown in (wide[1], narrow[1]):
+        assert model in "".join(line.split("│")[3].strip() for line in shown.splitlines() if "│" in line)
+    assert ("█" in wide[1], "75%" in wide[1]) == (True, False)
+    assert ("█" in narrow[1], "75%" in "".join(narrow[1].split())) == (False, True)
 
 
 def test_purge_is_a_dry_run_until_yes(tmp_path: Path) -> None:
@@ -128,6 +146,33 @@ def test_a_database_is_audited_and_purged_like_a_folder() -> None:
     assert (1, 1) == (code, len(gone.splitlines()))
     assert f"redis://127.0.0.1:{server.port}/0: nobody can be reached there" in gone
     assert "secret" not in gone
+
+
+@pytest.mark.zmq
+@needs_redis
+def test_what_a_remote_tier_wrote_is_counted_under_its_model_and_retired(tmp_path: Path) -> None:
+    """Objects and description of `serve --remote` are recognised in Redis; after a purge another server misses."""
+    space = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
+    keys = chunk_keys(space, range(12))
+    with redis_server() as redis:
+        with serving("--no-store", "--remote", redis.url, cache_home=tmp_path) as server:
+            with CacheClient(server.address, space) as client:
+                client.wait_ready(20)
+                assert 3 == client.store("r", keys, [np.full(64, place, dtype=np.uint8) for place in range(3)]).stored
+            assert 0 == server.stop()[0]
+        code, text = run("audit", redis.url, "--json")
+        found = {(one["what"], one["schema"], one["model"]): one["names"] for one in json.loads(text)["groups"]}
+        assert (0, {("entry", 2, "org/m"): 3, ("description", 2, None): 1}) == (code, found)
+        hits = []
+        for options in ((), ("--model", "org/other"), ("--model", "org/m")):
+            if options:
+                assert 0 == run("purge", redis.url, *options, "--yes")[0]
+            with serving("--no-store", "--remote", redis.url, cache_home=tmp_path) as server:
+                with CacheClient(server.address, space) as client:
+                    client.wait_ready(20)
+                    hits.append(client.lookup("r", keys).hit_chunks)
+                assert 0 == server.stop()[0]
+    assert [3, 3, 0] == hits
 
 
 @needs_redis
