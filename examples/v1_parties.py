@@ -366,5 +366,5 @@ class ReleasedCache:
 
     def close(self) -> None:
         """End the heartbeat; the socket lives until its process ends."""
-        with self._lock:
+        with self._lock, contextlib.suppress(self._error):  # the process may be gone
             self._client.call("end_heartbeat", instance=self._user.instances[0])

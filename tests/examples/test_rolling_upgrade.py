@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import rolling_upgrade
+from examples import fleet, rolling_upgrade
 from examples.v1_parties import StandIns
 from tests.interop.environment import needs_lmcache
 
@@ -59,19 +59,19 @@ def test_a_fleet_is_upgraded_step_by_step_without_a_wrong_hit(order: str, v1: st
 
 def two_steps(folder: Path) -> list[str]:
     """An all-v1 fleet, and one engine of it upgraded; what is wrong with that."""
-    with closing(rolling_upgrade.Fleet(StandIns(), folder)) as fleet:
-        return rolling_upgrade.rehearse(fleet, rolling_upgrade.clients_first()[:2])
+    with closing(fleet.Fleet(StandIns(), folder)) as small:
+        return rolling_upgrade.rehearse(small, rolling_upgrade.clients_first()[:2])
 
 
 def test_keys_without_the_extra_keys_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a v2 engine that forgets what is beside the tokens is served wrong hits, and they are told."""
-    monkeypatch.setattr(rolling_upgrade.Prompt, "extra_keys", ())
+    monkeypatch.setattr(fleet.Prompt, "extra_keys", ())
     (problem,) = two_steps(tmp_path)
     assert re.fullmatch(r"engine 1 to v2: \d+ wrong hits", problem)
 
 
 def test_a_fleet_that_shows_nothing_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without requests that v1 confuses, it says that it would not have seen a wrong hit."""
-    monkeypatch.setattr(rolling_upgrade, "REQUESTS", rolling_upgrade.prompts(1)[:2])
+    monkeypatch.setattr(fleet, "REQUESTS", fleet.prompts(1)[:2])
     (problem,) = two_steps(tmp_path)
     assert "not shown to work" in problem
