@@ -1,6 +1,12 @@
 """`audit` and `purge` as a user runs them."""
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +17,8 @@ from compat.v1.front_storage import namespace_root
 from extra_keys_cli.app import app
 from keying import KeySpace, chunk_keys
 from protocol_v2.client import CacheClient
-from tests.cli.processes import serving
+from tests.cli.processes import SECONDS, serving
+from tests.cli.processes import run as command
 from tests.compat import mixed_database
 from tests.compat.mixed_folder import RANK, V1, V2, files, fill
 from tests.compat.v1_writers import MpObject
@@ -187,6 +194,47 @@ def test_ages_that_nobody_knows_are_called_unknown() -> None:
     assert {None} == {group["oldest_age_s"] for group in groups}
     entries = len(mixed_database.V1) + len(mixed_database.V2)
     assert (0, entries) == (outcomes["retired"]["names"], outcomes["age unknown"]["names"])
+
+
+def on_a_terminal(*arguments: str) -> tuple[str, str]:
+    """What a command prints to standard output, and to a terminal as its standard error."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "extra_keys_cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
+    )
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the command has ended
+        while part := os.read(ours, 65_536):
+            shown += part
+    os.close(ours)
+    out, _ = process.communicate()
+    watchdog.cancel()
+    assert 0 == process.returncode
+    return out, shown.decode()
+
+
+@needs_redis
+def test_a_long_scan_shows_how_far_it_is_to_people_only(tmp_path: Path) -> None:
+    """On a terminal a bar with a part of all keys, or a count of files, beside the output and never in it."""
+    fill(tmp_path).close()
+    with redis_server() as server, server.client() as client:
+        mixed_database.fill(client)
+        out, shown = on_a_terminal("audit", server.url, "--json")
+        assert len(mixed_database.EVERYTHING) == sum(group["names"] for group in json.loads(out)["groups"])
+        assert "%" in shown
+        assert " names " in shown
+        assert "%" in on_a_terminal("purge", server.url, "--schema", "1")[1]
+    out, shown = on_a_terminal("audit", str(tmp_path), "--json")
+    assert json.loads(out)["groups"]
+    assert (True, False) == (" names " in shown, "%" in shown)
+    assert "" == command("audit", str(tmp_path)).stderr
 
 
 @pytest.mark.parametrize("place", ["http://127.0.0.1", "redis://127.0.0.1/first", "rdis://127.0.0.1"])
