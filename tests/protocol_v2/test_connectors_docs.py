@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from keying import CacheSalt, KeySpace
+from keying import CacheSalt, KeySpace, chunk_digests
 from protocol_v2.cache import ChunkCache
+from protocol_v2.chunk_events import ChunksHeld
 from protocol_v2.client import CacheClient
 from protocol_v2.connectors.settings import ConnectorSettings
+from protocol_v2.event_feed import EventPublisher
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.zmq
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "connectors.md").read_text()
-SOURCE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Connector" in block)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SOURCE = next(block for block in BLOCKS if "class Connector" in block)
+ROUTER = next(block for block in BLOCKS if "ChunkView" in block)
 
 
 @pytest.fixture
@@ -77,6 +81,24 @@ def test_the_connector_on_the_page_runs_as_it_stands_there(server: CacheServer) 
     with CacheClient(server.address) as client:
         client.wait_ready(5)
         assert 0 == client.status()["cache.leases"]
+
+
+def test_the_router_on_the_page_knows_what_a_server_would_hit(tmp_path: Path) -> None:
+    """Two of three chunks are held; with another salt none is. Its addresses are exchanged for some of this machine."""
+    space, tokens = KeySpace("m", chunk_size=4, kv_dtype="int64"), range(12)
+    source = ROUTER.replace("tcp://server:5557", f"ipc://{tmp_path}/e").replace(
+        "tcp://server:5558", f"ipc://{tmp_path}/r"
+    )
+    assert 2 == source.count(f"ipc://{tmp_path}")
+    with EventPublisher(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r", spaces=[space]) as publisher:
+        held = tuple(chunk_digests(space, tokens, [CacheSalt("a")])[:2])
+        publisher.publish(space.root, (ChunksHeld(keys=held, world=1, group=0),))
+        hits = []
+        for salt in ("a", "b"):
+            names = {"space": space, "tokens": tokens, "extra_keys": [CacheSalt(salt)], "chunk_digests": chunk_digests}
+            exec(compile(source, "docs/connectors.md", "exec"), names)
+            hits.append(names["hit"])
+    assert [2, 0] == hits
 
 
 def test_it_has_60_lines() -> None:
