@@ -6,6 +6,7 @@ control. The same requests through our connector are right on both, natively and
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tests.e2e.host import Host
 from tests.e2e.prompts import words
 from tests.interop.environment import ROOT, needs_lmcache
 from tests.interop.our_server import our_server
-from tests.interop.real_server import RealServer
+from tests.interop.real_server import RealServer, free_port
 
 CHUNK = 64
 LMCACHE = ROOT / ".venv-lmcache" / "for-vllm"
@@ -64,6 +65,7 @@ class Stack:
                 "lmcache.mp.port": int(port),
                 "lmcache.mp.mq_timeout": 10.0,
                 "lmcache.mp.mp_transfer_mode": "engine_driven",
+                "lmcache.mp.heartbeat_interval": 1.0,
             }
         self.host.call(
             "open",
@@ -175,3 +177,22 @@ def test_our_connector_is_right_on_everything(stack: Stack, connector: str, serv
     assert cached[0] == 0
     assert cached[1] < cached[3]
     assert cached[2] == cached[3] > 0
+
+
+def test_a_released_engine_goes_on_when_its_server_is_replaced(stack: Stack, peer_logs: Path) -> None:
+    """LMCache's server, then ours in its place, under a running engine: right answers throughout, and hits again."""
+    text = text_requests(stack)[0]
+    expected = stack.expected("llama", *text_requests(stack), **LORA)[0]
+    port = free_port()
+    stack.addresses["replaced"] = f"tcp://127.0.0.1:{port}"
+    with RealServer(peer_logs / "replaced.log", chunk_size=CHUNK, port=port):
+        stack.open("llama", "LMCacheMPConnector", "replaced", **LORA)
+        answers = stack.run(text, text)
+        assert [0, 256] == [one["cached"] for one in answers]
+    with our_server(chunk_size=CHUNK, address=stack.addresses["replaced"]):
+        ends = time.monotonic() + 60
+        answers += stack.run(text)
+        while answers[-1]["cached"] != 256:
+            assert time.monotonic() < ends, [one["cached"] for one in answers]
+            answers += stack.run(text)
+    assert all(one["tokens"] == expected for one in answers)
