@@ -26,6 +26,15 @@ Importing this package imports no zmq, torch or numpy; the names at its end do w
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# for routers: which chunks can be hit
+from protocol_v2.chunk_events import ChunkRemoved as ChunkRemoved
+from protocol_v2.chunk_events import ChunksHeld as ChunksHeld
+from protocol_v2.chunk_events import ChunkStored as ChunkStored
+from protocol_v2.chunk_events import EventError as EventError
+from protocol_v2.chunk_events import SpaceCleared as SpaceCleared
+from protocol_v2.chunk_events import SpaceDescribed as SpaceDescribed
+from protocol_v2.chunk_view import ChunkView as ChunkView
+
 # the protocol, sans-IO
 from protocol_v2.client_connection import ClientConnection as ClientConnection
 
@@ -52,6 +61,8 @@ from protocol_v2.errors import SessionLostError as SessionLostError
 from protocol_v2.errors import SpaceMismatchError as SpaceMismatchError
 from protocol_v2.errors import TensorError as TensorError
 from protocol_v2.errors import UnsupportedServerError as UnsupportedServerError
+from protocol_v2.event_log import Lost as Lost
+from protocol_v2.event_log import Restarted as Restarted
 from protocol_v2.foreign import Tunnel as Tunnel
 
 # negotiation
@@ -86,6 +97,7 @@ from protocol_v2.wire_keys import Shard as Shard
 if TYPE_CHECKING:
     from protocol_v2.aio import AsyncCacheClient as AsyncCacheClient
     from protocol_v2.client import CacheClient as CacheClient
+    from protocol_v2.event_feed import EventSubscriber as EventSubscriber
     from protocol_v2.probing import ProbeReport as ProbeReport
     from protocol_v2.probing import probe as probe
     from protocol_v2.server import CacheServer as CacheServer
@@ -94,6 +106,7 @@ _WITH_SOCKETS = {
     "AsyncCacheClient": "protocol_v2.aio",
     "CacheClient": "protocol_v2.client",
     "CacheServer": "protocol_v2.server",
+    "EventSubscriber": "protocol_v2.event_feed",
     "ProbeReport": "protocol_v2.probing",
     "probe": "protocol_v2.probing",
 }
@@ -103,6 +116,10 @@ __all__ = [
     "AsyncCacheClient",
     "CacheClient",
     "CacheServer",
+    "ChunkRemoved",
+    "ChunkStored",
+    "ChunkView",
+    "ChunksHeld",
     "ClearResult",
     "ClientClosedError",
     "ClientConnection",
@@ -112,12 +129,15 @@ __all__ = [
     "Disagreement",
     "EndSessionResult",
     "ErrorCode",
+    "EventError",
+    "EventSubscriber",
     "HandshakeError",
     "Keys",
     "Limits",
     "LocalProtocolError",
     "LocalTypeError",
     "LookupResult",
+    "Lost",
     "MissReason",
     "NegotiationRefusedError",
     "Offer",
@@ -131,6 +151,7 @@ __all__ = [
     "ReleaseResult",
     "RemoteProtocolError",
     "RequestTimeoutError",
+    "Restarted",
     "RetrieveResult",
     "RetrievedChunk",
     "ServerConnection",
@@ -139,6 +160,8 @@ __all__ = [
     "ServerUnavailableError",
     "SessionLostError",
     "Shard",
+    "SpaceCleared",
+    "SpaceDescribed",
     "SpaceMismatchError",
     "State",
     "StoreResult",

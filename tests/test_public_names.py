@@ -20,13 +20,14 @@ PUBLIC = {
         space_from_vllm to_vllm_event_extra_keys to_vllm_extra_keys vllm_extra_keys vllm_tokens
     """,
     "protocol_v2": """
-        Agreement AsyncCacheClient CacheClient CacheServer ClearResult ClientClosedError ClientConnection
-        ClientTerms Code Connection Disagreement EndSessionResult ErrorCode HandshakeError Keys Limits
-        LocalProtocolError LocalTypeError LookupResult MissReason NegotiationRefusedError Offer Patience Phase
-        PrefetchResult ProbeReport ProtocolError QueueFullError RefusalCode ReleaseResult RemoteProtocolError
-        RequestTimeoutError RetrieveResult RetrievedChunk ServerConnection ServerError ServerTerms
-        ServerUnavailableError SessionLostError Shard SpaceMismatchError State StoreResult TensorError Tunnel
-        UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe
+        Agreement AsyncCacheClient CacheClient CacheServer ChunkRemoved ChunkStored ChunkView ChunksHeld
+        ClearResult ClientClosedError ClientConnection ClientTerms Code Connection Disagreement EndSessionResult
+        ErrorCode EventError EventSubscriber HandshakeError Keys Limits LocalProtocolError LocalTypeError
+        LookupResult Lost MissReason NegotiationRefusedError Offer Patience Phase PrefetchResult ProbeReport
+        ProtocolError QueueFullError RefusalCode ReleaseResult RemoteProtocolError RequestTimeoutError Restarted
+        RetrieveResult RetrievedChunk ServerConnection ServerError ServerTerms ServerUnavailableError
+        SessionLostError Shard SpaceCleared SpaceDescribed SpaceMismatchError State StoreResult TensorError
+        Tunnel UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe
     """,
     "compat": """
         REMOVALS ChunkedTokenDatabase CompatError CompatTypeError Deprecation ExtraKeysDeprecationWarning
