@@ -39,7 +39,7 @@ $(LMCACHE)/.installed: tests/interop/requirements.txt tests/interop/requirements
 	touch $@
 
 interop: $(STAMP) $(LMCACHE)/.installed
-	$(BIN)/python -m pytest -q -m interop tests/interop tests/compat
+	$(BIN)/python -m pytest -q -m interop tests/interop tests/compat tests/examples
 
 # a real vLLM on CPU, in an environment of its own; built once (about 3 minutes, 2.5 GB). torch first and alone; the
 # engine without its dependencies, which ask for another spelling of that torch; triton has no CPU backend and is 1 GB
