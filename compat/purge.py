@@ -1,4 +1,4 @@
-"""Retire entries of a folder by schema, age or model. What cannot be named, or is ambiguous for what is asked, stays.
+"""Retire entries of a folder by schema, age, model or format. What has no name or leaves it open if it is meant, stays.
 
 A purge keeps no state: it lists, decides by name and age, and unlinks one file after another. An interrupted one has
 done a part of the work, and running it again does the rest. Descriptions, locks, temporary and quarantined files are
@@ -33,6 +33,7 @@ class Criteria:
         schema: storage schema, 1 for LMCache 0.5.x; None for any.
         older_than: seconds since the last modification of a file, or the last use of a key; None for any age.
         models: models; empty for any. A name that several models may have written goes if all of them are given.
+        format: which writer, as the audit calls it; None for any.
 
     Raises:
         PurgeRefusedError: nothing is given, or a negative age.
@@ -41,10 +42,11 @@ class Criteria:
     schema: int | None = None
     older_than: float | None = None
     models: frozenset[str] = frozenset()
+    format: str | None = None
 
     def __post_init__(self) -> None:
-        if self.schema is None and self.older_than is None and not self.models:
-            raise PurgeRefusedError("purge: got no criterion; give a schema, an age or a model")
+        if self.schema is None and self.older_than is None and not self.models and self.format is None:
+            raise PurgeRefusedError("purge: got no criterion; give a schema, an age, a model or a format")
         if self.older_than is not None and not self.older_than >= 0:
             raise PurgeRefusedError("purge: got a negative age; wanted seconds, at least 0")
 
@@ -69,7 +71,7 @@ def verdict(stored: StoredName, what: Identity, criteria: Criteria, now: float) 
         return Verdict.UNRECOGNISED
     if what.holding is not Holding.ENTRY:
         return Verdict.NO_ENTRY
-    if criteria.schema is not None and what.schema != criteria.schema:
+    if criteria.schema not in {None, what.schema} or criteria.format not in {None, what.format}:
         return Verdict.NOT_ASKED
     if criteria.older_than is not None and stored.modified is not None:
         if now - stored.modified <= criteria.older_than:

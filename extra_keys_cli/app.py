@@ -334,6 +334,15 @@ def purge(
             show_default=False,
         ),
     ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="WHAT",
+            help="Which writer, as the audit has it under what: fs, native, xk2, 'xk2, of v1 clients'.",
+            show_default=False,
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -342,15 +351,15 @@ def purge(
     What cannot be named, or is ambiguous for what is asked, stays. Interrupted, it goes on where it is run again. In a
     folder, schema 2 goes only while no server has it. What becomes younger while the purge runs stays.
     """
-    if schema is None and older_than is None and not model:
-        raise typer.BadParameter("say what is to go: --schema, --older-than, --model, or several of them")
+    if schema is None and older_than is None and not model and form is None:
+        raise typer.BadParameter("say what is to go: --schema, --older-than, --model, --format, or several of them")
     with explained():
         from compat.purge import Criteria
         from extra_keys_cli.ages import parse_age
         from extra_keys_cli.audit import purge as run
 
         seconds = None if older_than is None else parse_age(older_than)
-        run(place, Criteria(schema, seconds, frozenset(model or ())), yes=yes, as_json=as_json)
+        run(place, Criteria(schema, seconds, frozenset(model or ()), form), yes=yes, as_json=as_json)
 
 
 def main() -> None:

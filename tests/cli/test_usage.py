@@ -50,7 +50,7 @@ def test_the_module_calls_itself_by_the_commands_name() -> None:
     [
         (("audti",), "No such command"),
         (("audit",), "Missing argument"),
-        (("purge", "."), "--schema, --older-than, --model"),
+        (("purge", "."), "--schema, --older-than, --model, --format"),
         (("purge", ".", "--schema", "one"), "--schema"),
         (("purge", ".", "--older-than", "soon"), "is no age"),
         (("diff", "-", "-"), "one request only"),

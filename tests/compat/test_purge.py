@@ -80,6 +80,16 @@ def test_a_model_retires_only_what_is_surely_its_own(tmp_path: Path) -> None:
     assert V2 == purged(tmp_path, Criteria(models=frozenset({"org/two"})))
 
 
+def test_a_format_retires_what_one_writer_wrote(tmp_path: Path) -> None:
+    """Alone or beside other criteria; a format that nobody has retires nothing."""
+    fill(tmp_path).close()
+    assert set() == purged(tmp_path, Criteria(format="native"))
+    assert {SALTED, PLAIN} == purged(tmp_path, Criteria(format="fs", models=frozenset({"one"})))
+    assert {ENGINE} == purged(tmp_path, Criteria(format="engine-disk"))
+    assert V2 == purged(tmp_path, Criteria(format="xk2"))
+    assert {SLASHED, GDS} == V1 & files(tmp_path)
+
+
 def test_an_interrupted_purge_goes_on_where_it_is_run_again(tmp_path: Path) -> None:
     """A part is done, the lock is free, and a second run does the rest and no more; a third finds nothing."""
     fill(tmp_path).close()

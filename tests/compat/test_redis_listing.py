@@ -139,7 +139,8 @@ def test_a_schema_goes_and_nothing_else(server: RedisServer, client: Any) -> Non
 
 def test_a_model_retires_only_what_is_surely_its_own(server: RedisServer, client: Any) -> None:
     """v1 entries by name; schema-2 entries by the description beside them, and without one they stay."""
-    assert {PLAIN, SALTED, PREFIXED} == purged(server, client, Criteria(models=frozenset({"org/one"})))
+    assert {PLAIN, SALTED} == purged(server, client, Criteria(models=frozenset({"org/one"}), format="native"))
+    assert {PREFIXED} == purged(server, client, Criteria(format="valkey"))
     assert ENGINE_PARTS == purged(server, client, Criteria(schema=1, models=frozenset({"org/other"})))
     kept = client.getset(DESCRIPTION, b"{}")
     assert {ENGINE} == purged(server, client, Criteria(models=frozenset({"org/two"})))

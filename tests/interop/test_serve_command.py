@@ -53,6 +53,30 @@ def test_the_released_client_uses_the_command_beside_a_v2_client(tmp_path: Path,
         assert 0 == server.stop()[0]
 
 
+def test_what_v1_clients_left_is_retired_at_the_end_and_v2_hits_on(tmp_path: Path, real_client: RealClient) -> None:
+    """In one store the audit tells their entries from v2's, and a purge of theirs alone leaves v2's where they are."""
+    store = tmp_path / "store"
+    options = ("--store", str(store), "--listen", "tcp://127.0.0.1:0")
+    with serving(*V1, *options, cache_home=tmp_path) as server:
+        user = V1User(real_client, server.address, chunk_size=CHUNK)
+        space = KeySpace(user.model, chunk_size=CHUNK, kv_dtype="float16")
+        keys = chunk_keys(space, PROMPT)
+        assert user.store(PROMPT, 5.0)
+        with CacheClient(server.address, space) as client:
+            assert 4 == client.store("a", keys, [np.full(8, 90, dtype=np.uint8)] * 4).stored
+        assert 0 == server.stop()[0]
+    groups = json.loads(run("audit", str(store), "--json").stdout)["groups"]
+    found = {(one["format"], one["model"]): one["names"] for one in groups if one["what"] == "entry"}
+    assert {("xk2", user.model): 4, ("xk2, of v1 clients", None): 4} == found
+    done = run("purge", str(store), "--format", "xk2, of v1 clients", "--yes", "--json")
+    assert 4 == json.loads(done.stdout)["outcomes"]["retired"]["names"]
+    with serving(*V1, *options, cache_home=tmp_path) as server:
+        assert 0 == V1User(real_client, server.address, model=user.model, chunk_size=CHUNK).lookup(PROMPT)
+        with CacheClient(server.address, space) as client:
+            assert 4 == client.lookup("b", keys).hit_chunks
+        assert 0 == server.stop()[0]
+
+
 def test_the_released_client_gets_nothing_from_a_server_that_was_not_told_to(
     tmp_path: Path, real_client: RealClient
 ) -> None:
