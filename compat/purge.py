@@ -1,4 +1,4 @@
-"""Retire entries of a folder by schema, age, model or format. What has no name or leaves it open if it is meant, stays.
+"""Retire entries of a folder by schema, age, model or format. What cannot be named, or is ambiguous, stays.
 
 A purge keeps no state: it lists, decides by name and age, and unlinks one file after another. An interrupted one has
 done a part of the work, and running it again does the rest. Descriptions, locks, temporary and quarantined files are

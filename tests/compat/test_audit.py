@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from compat.audit import Group, Holding, StoredName, audit, described_models, folder_names, identify
-from tests.compat.mixed_folder import ENGINE, INTERNAL, JUNK, PLAIN, SALTED, SLASHED, V1, V2, fill
+from compat.v1 import StoreKind
+from tests.compat.mixed_folder import ENGINE, INTERNAL, JUNK, PLAIN, RANK, SALTED, SLASHED, V1, V2, fill
+from tests.compat.v1_writers import MpObject
 
 
 def test_a_mixed_folder_is_counted_by_schema_format_model_and_salt(tmp_path: Path) -> None:
@@ -67,3 +71,20 @@ def test_every_v1_name_is_schema_1_and_slashes_leave_the_model_open() -> None:
     found = {name: identify(StoredName(name, 0, 0.0)) for name in V1}
     assert {1} == {what.schema for what in found.values()}
     assert {SLASHED} == {name for name, what in found.items() if what.ambiguous}
+
+
+@pytest.mark.parametrize("suffix", ["", "-g1"])
+def test_what_came_through_the_tunnel_is_schema_1_under_its_root(suffix: str) -> None:
+    """Its model looks like our own folders and is none: it is an entry of the v1 server that keeps it."""
+    model = f"xk2-{'ab' * 32}{suffix}"
+    obj = MpObject(model, RANK, 0, b"\xaa" * 32)
+    for name, kind in ((obj.fs(), StoreKind.FOLDER), (obj.native(), StoreKind.KEY_VALUE)):
+        what = identify(StoredName(name, 0, 0.0), kind=kind)
+        assert (Holding.ENTRY, 1, model, False) == (what.holding, what.schema, what.likely_model, what.ambiguous)
+
+
+@pytest.mark.parametrize(("model", "entry"), [("xk2/m", False), ("xk2.tmp", False), ("xk2", True), ("my-xk2/m", True)])
+def test_whatever_begins_like_our_folders_is_never_taken_for_v1(model: str, entry: bool) -> None:
+    """A v1 name below `xk2/`, or of a model that is called like a folder of ours, is not named, and so stays."""
+    name = MpObject(model, RANK, 0, b"\xaa" * 32).native()
+    assert entry is (identify(StoredName(name, 0, 0.0), kind=StoreKind.KEY_VALUE).holding is Holding.ENTRY)
