@@ -157,9 +157,13 @@ def main(
 ) -> None:
     """Rehearse the upgrade of a fleet (one server, two engines) from LMCache 0.5.x to v2, under traffic.
 
-    Each order of roll-out of MIGRATION.md is done step by step, with a roll-back. The table says for each step what
-    became of the requests. Exit code 1 on a wrong hit that is not v1 engines' among themselves, or when a step shows
-    nothing. Takes about a minute; listens on 127.0.0.1 only.
+    Each order of roll-out of MIGRATION.md is done step by step, with a roll-back. A table says for each step who speaks
+    what, and what became of the requests: hits, misses, bypasses (no cache), wrong hits.
+
+    Wrong hits of v1 engines among themselves are v1's own, and show that one would be seen. Any other is a failure.
+
+    Exit code 0 if there was no such hit and every step came to right hits, else 1. Takes about a minute; listens on
+    127.0.0.1 only, and leaves nothing behind.
     """
     logging.basicConfig(level=logging.ERROR)  # servers that come and go are warned of
     installed = Released.is_installed()
@@ -196,4 +200,8 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command = typer.Typer(
+        add_completion=False, rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    command.command()(main)
+    command()
