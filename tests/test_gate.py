@@ -65,7 +65,7 @@ def test_an_engine_that_can_be_built_is_part_of_the_gate(tmp_path: Path) -> None
         ("echo no network; false", ("", ""), "ended with 2; its last lines are above"),
         ("true", ("", ""), "ended with 0"),
         (BUILDS, ("vllm 6000", "vllm 600000000"), "MiB free, and building .venv-vllm wants 600000000"),
-        ("sleep 50", ("6000 900", "6000 1"), "it took more than 1 s"),
+        ("sleep 50", ("6000 1200", "6000 1"), "it took more than 1 s"),
     ],
     ids=["fails", "makes nothing", "no room", "too slow"],
 )
