@@ -23,8 +23,6 @@ def explained() -> Iterator[None]:
     """Turn the errors that a user can cause into a line and exit code 1."""
     try:
         yield
-    except BrokenPipeError:  # `extra-keys audit ... | head`: whoever read has enough
-        raise
     except Exception as error:
         if isinstance(error, OSError):
             place = f"{error.filename}: " if error.filename else ""
