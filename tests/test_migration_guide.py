@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,6 +25,8 @@ import compat
 import keying
 import protocol_v2
 from compat import TunnelPolicy
+from compat.v1 import mp_chunk_hashes
+from compat.v1.front_storage import ChunkLayout, namespace_root, stored_chunks
 from compat.v1.tunnel_session import V1Tunnel
 from examples import rolling_upgrade
 from extra_keys_cli.app import app
@@ -47,7 +50,7 @@ from tests.protocol_v2.storage_samples import open_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "MIGRATION.md").read_text()
-CONSOLE = re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)
+CONSOLE = [textwrap.dedent(block) for block in re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)]
 PYTHON = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 CODE = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", GUIDE, flags=re.DOTALL)))
 DAY = 86_400
@@ -282,6 +285,27 @@ def old_store(folder: Path) -> None:
             os.utime(path, (moment, moment))
 
 
+def new_store(folder: Path) -> None:
+    """Our folder with entries of both sides, as the guide's audit has it."""
+    space = KeySpace("org/m", chunk_size=256, kv_dtype="float16")
+    spec = TensorSpec("float16", (2, 1, 256, 8), 8192)
+    layout = ChunkLayout("float16", (2, 1, 256, 8))
+    tier = open_disk(folder)
+    tier.describe(space)
+    for salt, n in (("", 8), ("tenant-7", 4)):
+        root = namespace_root("org/m", salt, chunk_size=256, dtype="float16")
+        hashes = mp_chunk_hashes(range(n * 256), 256)
+        tensors = [bytes(8192)] * n
+        for obj in stored_chunks(root, hashes, tensors, layout, start=0, shard=Shard(), chunk_size=256):
+            tier.put(obj)
+    for key in chunk_keys(space, range(8 * 256)):
+        envelope = Envelope(ObjectId(space.root, key.digest, Shard()), key.start, 256, (spec,))
+        tier.put(stored_object(envelope, [bytes(8192)]))
+    tier.close()
+    for path in folder.glob("xk2/*/*/*"):
+        os.utime(path, (time.time() - 3 * DAY,) * 2)
+
+
 def cells(line: str) -> list[str]:
     """A line of a table without its frame and padding; any other line by its words."""
     return [one.strip() for one in re.split("[│┃]", line)] if line[:1] in "│┃" else line.split()
@@ -290,10 +314,11 @@ def cells(line: str) -> list[str]:
 def test_audit_and_purge_show_what_the_guide_shows(tmp_path: Path) -> None:
     """Each audit and purge of the guide, run in its order on such a store: every line shown is printed."""
     old_store(tmp_path / "lmcache-l2")
+    new_store(tmp_path / "kv")
     ran = 0
     for command, output in shown():
         words = shlex.split(command)
-        if words[:2] not in (["extra-keys", "audit"], ["extra-keys", "purge"]) or "lmcache-l2" not in words:
+        if words[:2] not in (["extra-keys", "audit"], ["extra-keys", "purge"]) or words[2] not in {"lmcache-l2", "kv"}:
             continue
         done = subprocess.run(
             [sys.executable, "-m", "extra_keys_cli", *words[1:]],
@@ -307,7 +332,7 @@ def test_audit_and_purge_show_what_the_guide_shows(tmp_path: Path) -> None:
         assert (0, []) == (done.returncode, [line for line in output if cells(line) not in printed]), done.stdout
         assert output
         ran += 1
-    assert 6 == ran
+    assert 8 == ran
     assert not list((tmp_path / "lmcache-l2").iterdir())
 
 
