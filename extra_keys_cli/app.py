@@ -69,6 +69,15 @@ def serve(
         str,
         typer.Option(metavar="SIZE", help="Budget of the memory tier, such as 8GiB or 512MB.", callback=checked_size),
     ] = "2GiB",
+    shared_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory shared with clients on this host, 0 for none. Default: a quarter more than --memory.",
+            callback=checked_size,
+            show_default=False,
+        ),
+    ] = None,
     disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Budget of the disk tier.", callback=checked_size)
     ] = "16GiB",
@@ -169,6 +178,7 @@ def serve(
                 listen=tuple(listen or [default_address()]),
                 store=None if no_store else store or default_store(),
                 memory=parse_size(memory),
+                shared_memory=None if shared_memory is None else parse_size(shared_memory),
                 disk=parse_size(disk),
                 fsync=Fsync[fsync.name],
                 remote=remote,

@@ -20,12 +20,14 @@ from extra_keys_cli.sizes import format_size
 from keying import KeySpace
 from protocol_v2.cache import ChunkCache
 from protocol_v2.cache_news import CacheNews
+from protocol_v2.errors import UnsharedError
 from protocol_v2.event_feed import EventPublisher
 from protocol_v2.hello import Limits
 from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer, checked_addresses
 from protocol_v2.service import CacheService
+from protocol_v2.sharing import Sharing
 from protocol_v2.tiers import DiskTier, Fsync, TierError
 from protocol_v2.tiers.descriptions import described_spaces
 from protocol_v2.tiers.remote import RemoteTier
@@ -42,6 +44,8 @@ class ServeOptions:
         listen: addresses.
         store: folder of the disk tier; None for memory only.
         memory: bytes of the memory tier.
+        shared_memory: bytes of values that lie in memory shared with clients; 0 for none, None for a quarter more than
+            the memory tier holds, so that there is room for what comes in before what must go is gone.
         disk: bytes of the disk tier.
         fsync: when data is forced to the disk.
         remote: URL of the tier that servers share; None for none.
@@ -58,6 +62,7 @@ class ServeOptions:
     listen: tuple[str, ...]
     store: Path | None
     memory: int
+    shared_memory: int | None
     disk: int
     fsync: Fsync
     remote: str | None
@@ -104,6 +109,7 @@ def serve(options: ServeOptions) -> None:
                 front=None if options.v1_chunk_size is None else V1Front(cache, chunk_size=options.v1_chunk_size),
                 spaces=() if options.store is None else described_spaces(options.store),
                 news=None if publisher is None else CacheNews(publisher),
+                sharing=_sharing(options),
             )
             server = stack.enter_context(CacheServer(options.listen, service, workers=options.workers))
             if options.metrics_port is not None:
@@ -115,6 +121,18 @@ def serve(options: ServeOptions) -> None:
                     break
         if not options.quiet:
             stdout.print("stopped")
+
+
+def _sharing(options: ServeOptions) -> Sharing | None:
+    """Shared memory, unless it is not wanted or the operating system has none: then clients send through the socket."""
+    nbytes = options.memory * 5 // 4 if options.shared_memory is None else options.shared_memory
+    if not nbytes:
+        return None
+    try:
+        return Sharing(nbytes)
+    except UnsharedError as error:
+        logging.getLogger(__name__).warning("%s; clients on this host send through the socket", error)
+        return None
 
 
 def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCache:

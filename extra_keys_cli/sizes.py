@@ -21,13 +21,14 @@ def parse_size(text: str) -> int:
     return int(float(number) * _UNITS[(unit or "").lower()])
 
 
-def checked_size(text: str) -> str:
-    """A size as it was written, if it is one: the callback of an option.
+def checked_size(text: str | None) -> str | None:
+    """A size as it was written, if it is one or none was: the callback of an option.
 
     Raises:
         typer.BadParameter: not a size.
     """
-    parse_size(text)
+    if text is not None:
+        parse_size(text)
     return text
 
 

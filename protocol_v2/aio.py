@@ -14,11 +14,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from protocol_v2 import operations
-from protocol_v2.client import GRACE, WHOLE, ClientBase, checked_timeout
+from protocol_v2.client import GRACE, WHOLE, ClientBase, checked_timeout, done_work
 from protocol_v2.errors import ProtocolError, RequestTimeoutError
 from protocol_v2.operations import (
+    Ask,
     AwaitLimits,
+    Begin,
+    Begun,
     ClearResult,
+    Collect,
+    Do,
     EndSessionResult,
     LookupResult,
     PrefetchResult,
@@ -30,14 +35,16 @@ from protocol_v2.tensors import to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
     from typing import Self
 
+    from protocol_v2.client_thread import Outcome
     from protocol_v2.events import Established
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
     from protocol_v2.messages import PingReply
-    from protocol_v2.operations import Answer, Ask, KeysLike, Operation
+    from protocol_v2.operations import Answer, KeysLike, Operation, Step
     from protocol_v2.tensors import TensorMeta
     from protocol_v2.wire_keys import Shard
 
@@ -93,7 +100,10 @@ class AsyncCacheClient(ClientBase):
         """See `CacheClient.retrieve`."""
         make = make or partial(to_torch, share_read_only=True)
         return await self._run(
-            operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make, keys=keys), timeout
+            operations.retrieve(
+                lease=lease, first=first, count=count, shard=shard, make=make, keys=keys, sharing=self.sharing
+            ),
+            timeout,
         )
 
     async def store(
@@ -110,7 +120,14 @@ class AsyncCacheClient(ClientBase):
         """See `CacheClient.store`. Cancelled, it still returns only when the tensors may change again."""
         return await self._run(
             operations.store(
-                session=session, keys=keys, tensors=tensors, first=first, shard=shard, places=places, space=self.space
+                session=session,
+                keys=keys,
+                tensors=tensors,
+                first=first,
+                shard=shard,
+                places=places,
+                space=self.space,
+                sharing=self.sharing,
             ),
             timeout,
         )
@@ -157,33 +174,53 @@ class AsyncCacheClient(ClientBase):
     async def _run(self, operation: Operation[R], timeout: float | None) -> R:
         ends = time.monotonic() + checked_timeout(self.timeout if timeout is None else timeout)
         self._thread.check_usable()
+        begun: set[int] = set()
         try:
             step = next(operation)
             while True:
-                rest = ends - time.monotonic()
-                answer: Answer
-                if rest <= 0:
-                    answer = RequestTimeoutError("the time of the whole call is over")
-                elif isinstance(step, AwaitLimits):
-                    answer = await self._limits_or_error(rest)
-                else:
-                    answer = await self._ask(step, rest)
-                step = operation.send(answer)
+                step = operation.send(await self._answer(step, ends - time.monotonic(), begun))
         except StopIteration as done:
             result: R = done.value
             return result
+        finally:
+            operation.close()  # what it announced in shared memory is withdrawn before anything else happens
+            for ticket in begun:
+                self._thread.cancel(ticket)
 
-    async def _ask(self, step: Ask, timeout: float) -> Answer:
-        ticket, future = self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
+    async def _answer(self, step: Step, rest: float, begun: set[int]) -> Answer:
+        match step:
+            case Collect():
+                ticket, future = step.begun.handle
+                begun.discard(ticket)
+                return await self._wait(ticket, future, rest)
+            case _ if rest <= 0:
+                return RequestTimeoutError("the time of the whole call is over")
+            case AwaitLimits():
+                return await self._limits_or_error(rest)
+            case Ask():
+                return await self._wait(*self._submit(step, rest), rest, wait_released=bool(step.payload))
+            case Begin():
+                ticket, future = self._submit(step.ask, rest)
+                begun.add(ticket)
+                return Begun((ticket, future))
+            case Do():
+                return await asyncio.shield(asyncio.to_thread(done_work, step))
+
+    def _submit(self, step: Ask, timeout: float) -> tuple[int, Future[Outcome]]:
+        return self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
+
+    async def _wait(
+        self, ticket: int, future: Future[Outcome], timeout: float, *, wait_released: bool = False
+    ) -> Answer:
         waiting = asyncio.wrap_future(future)
         try:
-            return await asyncio.wait_for(asyncio.shield(waiting), timeout + GRACE)
+            return await asyncio.wait_for(asyncio.shield(waiting), max(0.0, timeout) + GRACE)
         except TimeoutError:
             self._thread.cancel(ticket)
             return RequestTimeoutError("the client's own thread did not answer in time")
         except asyncio.CancelledError:
             self._thread.cancel(ticket)
-            if step.payload:  # its memory is the caller's again only when the thread has let go of it
+            if wait_released:  # its memory is the caller's again only when the thread has let go of it
                 await asyncio.wait([waiting], timeout=GRACE)
             raise
 

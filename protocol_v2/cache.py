@@ -332,6 +332,10 @@ class ChunkCache:
             raise LeaseScopeError(f"retrieve: got {len(starts)} starts for {len(chunks)} chunks, wanted one for each")
         return self._reader.read([ObjectId(*chunk, shard) for chunk in chunks], starts, room)
 
+    def rehouse(self, held: StoredObject, copy: StoredObject) -> bool:
+        """Let a copy take the place of an object in memory; whether that very object was still there."""
+        return self._memory.find(held.id) is held and self._memory.keep(copy)
+
     def release(
         self, lease: bytes, *, start: int = 0, stop: int | None = None, shard: Shard | None = None, now: float
     ) -> int:

@@ -10,16 +10,24 @@ import os
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol_v2 import operations
+from protocol_v2.client_sharing import make_sharing
 from protocol_v2.client_thread import ClientThread, chance
 from protocol_v2.errors import LocalProtocolError, ProtocolError, RequestTimeoutError
 from protocol_v2.negotiation import ClientTerms, Offer
 from protocol_v2.operations import (
+    Ask,
     AwaitLimits,
+    Begin,
+    Begun,
     ClearResult,
+    Collect,
+    Did,
+    Do,
     EndSessionResult,
     LookupResult,
     PrefetchResult,
@@ -28,22 +36,25 @@ from protocol_v2.operations import (
     StoreResult,
 )
 from protocol_v2.session_keeper import Patience, SessionKeeper
-from protocol_v2.tensors import to_torch
+from protocol_v2.tensors import empty_torch, to_torch
+from protocol_v2.versions import SHARED_MEMORY
 from protocol_v2.wire_keys import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
     from typing import Self
 
     from keying import KeySpace
+    from protocol_v2.client_thread import Outcome
     from protocol_v2.events import Established
     from protocol_v2.foreign import ForeignPolicy
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
     from protocol_v2.keeper_actions import Phase
     from protocol_v2.messages import PingReply
-    from protocol_v2.operations import Answer, Ask, KeysLike, Operation
+    from protocol_v2.operations import Answer, KeysLike, Operation, Step
     from protocol_v2.session_keeper import KeeperCounters
     from protocol_v2.tensors import TensorMeta
 
@@ -52,6 +63,8 @@ R = TypeVar("R")
 DEFAULT_TIMEOUT: Final = 10.0
 MAX_FRAME_BYTES: Final = (1 << 30) + (16 << 20)
 """A gibibyte of payload in one frame, which is the default limit of a server, and room for a header."""
+
+SHARED_MEMORY_BYTES: Final = 256 << 20
 
 GRACE: Final = 2.0
 """Seconds beyond a timeout in which the background thread ends a request; only a hung process needs more."""
@@ -80,6 +93,8 @@ class ClientBase:
         on_foreign: asked for a tunnel when the server does not know ``extra_keys/2``; None bypasses such servers.
         max_pending: requests that may be unanswered at a time.
         max_frame_bytes: a larger frame from the server ends the connection.
+        shared_memory: bytes that this client may share with a server on the same host, and as many again to receive;
+            used as far as needed. 0 sends everything through the socket.
 
     Raises:
         LocalProtocolError: an address or another value that cannot be.
@@ -98,21 +113,26 @@ class ClientBase:
         on_foreign: ForeignPolicy | None = None,
         max_pending: int = 1024,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        shared_memory: int = SHARED_MEMORY_BYTES,
     ) -> None:
         self.space = space
         self.timeout = checked_timeout(timeout)
         patience = patience or Patience()
+        offer = offer or Offer()
+        self.sharing = make_sharing(shared_memory)
+        if self.sharing is not None:
+            offer = replace(offer, features=offer.features | {SHARED_MEMORY})
         terms = ClientTerms(
             os.urandom(16),
             space,
-            offer or Offer(),
+            offer,
             role=role,
             software=software,
             hello_timeout=patience.answer,
             max_pending=max_pending,
         )
         keeper = SessionKeeper(terms, patience=patience, chance=chance, on_foreign=on_foreign)
-        self._thread = ClientThread(address, keeper, max_frame_bytes=max_frame_bytes)
+        self._thread = ClientThread(address, keeper, max_frame_bytes=max_frame_bytes, sharing=self.sharing)
 
     @property
     def phase(self) -> Phase:
@@ -143,6 +163,18 @@ class ClientBase:
     def pending(self) -> int:
         """Requests that have not ended."""
         return self._thread.keeper.pending
+
+    def staging(self, metas: Sequence[TensorMeta]) -> tuple[Any, ...]:
+        """Uninitialised CPU torch tensors for one chunk, to be filled and then stored.
+
+        They lie where the server can read them, so that filling them is the only copy on this side; where there is no
+        shared memory, or no room in it, they are ordinary tensors. Either way they may be written to again when `store`
+        has returned.
+
+        Args:
+            metas: element type and shape of each.
+        """
+        return empty_torch(metas, (lambda _: None) if self.sharing is None else self.sharing.memory)
 
 
 class CacheClient(ClientBase):
@@ -235,7 +267,10 @@ class CacheClient(ClientBase):
         """
         make = make or partial(to_torch, share_read_only=True)
         return self._run(
-            operations.retrieve(lease=lease, first=first, count=count, shard=shard, make=make, keys=keys), timeout
+            operations.retrieve(
+                lease=lease, first=first, count=count, shard=shard, make=make, keys=keys, sharing=self.sharing
+            ),
+            timeout,
         )
 
     def store(
@@ -269,7 +304,14 @@ class CacheClient(ClientBase):
         """
         return self._run(
             operations.store(
-                session=session, keys=keys, tensors=tensors, first=first, shard=shard, places=places, space=self.space
+                session=session,
+                keys=keys,
+                tensors=tensors,
+                first=first,
+                shard=shard,
+                places=places,
+                space=self.space,
+                sharing=self.sharing,
             ),
             timeout,
         )
@@ -309,32 +351,50 @@ class CacheClient(ClientBase):
     def _run(self, operation: Operation[R], timeout: float | None) -> R:
         ends = time.monotonic() + checked_timeout(self.timeout if timeout is None else timeout)
         self._thread.check_usable()
+        begun: set[int] = set()
         try:
             step = next(operation)
             while True:
-                rest = ends - time.monotonic()
-                answer: Answer
-                if rest <= 0:
-                    answer = RequestTimeoutError("the time of the whole call is over")
-                elif isinstance(step, AwaitLimits):
-                    answer = self._limits_or_error(rest)
-                else:
-                    answer = self._ask(step, rest)
-                step = operation.send(answer)
+                step = operation.send(self._answer(step, ends - time.monotonic(), begun))
         except StopIteration as done:
             result: R = done.value
             return result
+        finally:
+            operation.close()  # what it announced in shared memory is withdrawn before anything else happens
+            for ticket in begun:
+                self._thread.cancel(ticket)
 
-    def _ask(self, step: Ask, timeout: float) -> Answer:
-        ticket, future = self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
+    def _answer(self, step: Step, rest: float, begun: set[int]) -> Answer:
+        match step:
+            case Collect():
+                ticket, future = step.begun.handle
+                begun.discard(ticket)
+                return self._wait(ticket, future, rest)
+            case _ if rest <= 0:
+                return RequestTimeoutError("the time of the whole call is over")
+            case AwaitLimits():
+                return self._limits_or_error(rest)
+            case Ask():
+                return self._wait(*self._submit(step, rest), rest, wait_released=bool(step.payload))
+            case Begin():
+                ticket, future = self._submit(step.ask, rest)
+                begun.add(ticket)
+                return Begun((ticket, future))
+            case Do():
+                return done_work(step)
+
+    def _submit(self, step: Ask, timeout: float) -> tuple[int, Future[Outcome]]:
+        return self._thread.submit(step.message, step.payload, timeout, keys=step.keys)
+
+    def _wait(self, ticket: int, future: Future[Outcome], timeout: float, *, wait_released: bool = False) -> Answer:
         try:
-            return future.result(timeout + GRACE)
+            return future.result(max(0.0, timeout) + GRACE)
         except FutureTimeoutError:
             self._thread.cancel(ticket)
             return RequestTimeoutError("the client's own thread did not answer in time")
         except BaseException:  # interrupted: the payload's memory is the caller's again when the thread let go of it
             self._thread.cancel(ticket)
-            if step.payload:
+            if wait_released:
                 wait([future], GRACE)
             raise
 
@@ -351,6 +411,14 @@ class CacheClient(ClientBase):
             except FutureTimeoutError:
                 raise RequestTimeoutError("no session before the deadline") from None
         return self._thread.limits()
+
+
+def done_work(step: Do) -> Answer:
+    """Run the work of a step."""
+    try:
+        return Did(step.work())
+    except ProtocolError as error:
+        return error
 
 
 def checked_timeout(timeout: float) -> float:

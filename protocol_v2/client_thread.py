@@ -40,6 +40,7 @@ from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, P
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from protocol_v2.client_sharing import ClientSharing
     from protocol_v2.events import ReplyReceived
     from protocol_v2.frames import Frame
     from protocol_v2.hello import Limits
@@ -61,6 +62,8 @@ ZMTP_HEARTBEAT_MS: Final = 5_000
 CLOSE_SECONDS: Final = 1.5
 RELEASE_SECONDS: Final = 1.0
 """How long to wait for libzmq to let go of a payload after its socket was closed; it takes milliseconds."""
+
+ATTACH_SECONDS: Final = 5.0
 
 _CONNECTED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _GONE: Final = (
@@ -91,11 +94,20 @@ class ClientThread:
         address: `ipc://PATH` or `tcp://HOST:PORT`.
         keeper: of this thread alone from now on; others may read its plain properties.
         max_frame_bytes: a larger frame ends the connection before it is read.
+        sharing: attached to each session that agrees on shared memory; None for none.
     """
 
-    def __init__(self, address: str | Sequence[str], keeper: SessionKeeper, *, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        keeper: SessionKeeper,
+        *,
+        max_frame_bytes: int,
+        sharing: ClientSharing | None = None,
+    ) -> None:
         self.address = checked_address(address)
         self.keeper = keeper
+        self._sharing = sharing
         self._max_frame_bytes = max_frame_bytes
         self._pid = os.getpid()
         self._tickets = itertools.count()
@@ -288,6 +300,16 @@ class ClientThread:
                 self._close_socket()
             case PhaseChanged():
                 self._tell_watchers()
+                if self._sharing is not None:
+                    self._share(self._sharing, now)
+
+    def _share(self, sharing: ClientSharing, now: float) -> None:
+        """Another session, or none: ask for shared memory where it was agreed on."""
+        sharing.detach()
+        if self.keeper.shares:
+            job = _Job(sharing.attach_request(), (), ATTACH_SECONDS, None, Future())
+            job.future.add_done_callback(sharing.attached)
+            self._take(next(self._tickets), job, now)
 
     def _send(self, action: Send, now: float) -> None:
         if self._dealer is None:  # closed by an action before this one: its requests have ended already

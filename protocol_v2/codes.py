@@ -52,6 +52,9 @@ class Code(enum.IntEnum):
     #: Forget entries.
     CLEAR = 32
     CLEAR_REPLY = 33
+    #: Both are on one host: here is my shared memory, which is yours?
+    ATTACH = 34
+    ATTACH_REPLY = 35
 
 
 HANDSHAKE_CODES: Final = frozenset({Code.HELLO, Code.WELCOME, Code.REFUSAL})
@@ -92,6 +95,8 @@ class ErrorCode(enum.IntEnum):
     UNEXPECTED = 14
     #: The request is understood and not supported by this server.
     UNSUPPORTED = 15
+    #: Shared memory cannot be attached, or a range of it is not what was announced: send it inline.
+    UNSHARED = 16
 
 
 RETRIABLE: Final = frozenset(

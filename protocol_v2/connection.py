@@ -85,6 +85,10 @@ class Connection(ABC):
         """Their ids, in the order in which they came."""
         return tuple(self._pending)
 
+    def is_pending(self, request_id: int) -> bool:
+        """Whether a request is still without a reply, and somebody waits for one."""
+        return request_id in self._pending
+
     @property
     def ignored(self) -> int:
         """Messages dropped by id so far: late, repeated, or an answer to nothing."""
@@ -179,7 +183,7 @@ def check_payload(
 ) -> None:
     """The payload frames are those that the message announces, and not too many bytes."""
     problem = _payload_problem(message, payload)
-    total = payload_bytes(payload)
+    total = payload_bytes(payload) + message.shared_bytes()
     if problem is None and total > limits.max_payload_bytes:
         problem = f"payload: got {total} bytes, wanted at most {limits.max_payload_bytes}; name fewer chunks at once"
     if problem is None:

@@ -133,6 +133,12 @@ class UnsupportedServerError(ProtocolError):
     """The server has no `extra_keys/2`, and the policy for such servers is not to use it."""
 
 
+class UnsharedError(ProtocolError):
+    """Shared memory is not there, is not the one that was announced, or a range of it is not: go without."""
+
+    error_code = ErrorCode.UNSHARED
+
+
 class TensorError(ProtocolError, ValueError):
     """A tensor cannot travel, or received frames do not make the tensors that their description promises."""
 

@@ -7,11 +7,12 @@ Source: docs/spec/wire-2.md, "Messages".
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeAlias
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from protocol_v2.body import decode, encode, split_map
 from protocol_v2.codes import Code, ErrorCode, code_name
@@ -20,11 +21,14 @@ from protocol_v2.tensors import TensorMeta
 from protocol_v2.wire_keys import MAX_CHUNKS, U16, Keys, Position, Shard, refuse_unknown_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from protocol_v2.frames import Frame
 
 LEASE_BYTES: Final = 16
+SEGMENT_NONCE_BYTES: Final = 32
+GRANULE: Final = 4096
+"""Bytes of a granule of shared memory."""
 
 SessionId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 LeaseId: TypeAlias = Annotated[bytes, Meta(min_length=LEASE_BYTES, max_length=LEASE_BYTES)]
@@ -32,6 +36,24 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
 U64: TypeAlias = Annotated[int, Meta(ge=0)]
 ChunkTensors: TypeAlias = Annotated[tuple[TensorMeta, ...], Meta(min_length=1, max_length=1024)]
+
+
+Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+Descriptor: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+SegmentSize: TypeAlias = Annotated[int, Meta(ge=GRANULE, le=2**48, multiple_of=GRANULE)]
+SegmentNonce: TypeAlias = Annotated[bytes, Meta(min_length=SEGMENT_NONCE_BYTES, max_length=SEGMENT_NONCE_BYTES)]
+
+
+class SharedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A range of the sender's segment (`shared_memory`): where the tensors of one chunk lie, back to back.
+
+    Args:
+        granule: index of the granule that it begins with.
+        generation: of the range.
+    """
+
+    granule: Annotated[int, Meta(ge=0, lt=2**40)]
+    generation: Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class Message(Struct, frozen=True, kw_only=True):
@@ -42,6 +64,10 @@ class Message(Struct, frozen=True, kw_only=True):
     def payload_sizes(self) -> Iterator[int]:
         """Bytes that each payload frame must have, in order; most messages have none."""
         return iter(())
+
+    def shared_bytes(self) -> int:
+        """Bytes that the message names in shared memory, which travel in no frame."""
+        return 0
 
     def answers(self, request: Message) -> bool:
         """Whether a reply says no more than was asked; what a caller may rely on without looking."""
@@ -90,13 +116,22 @@ class LookupReply(Message, frozen=True, kw_only=True):
 
 
 class RetrieveRequest(Message, frozen=True, kw_only=True):
-    """Tensors of the chunks [first, first + count) of a lease, for one shard."""
+    """Tensors of the chunks [first, first + count) of a lease, for one shard.
+
+    Args:
+        lease: of a lookup.
+        first: the first chunk.
+        count: how many.
+        shard: whose tensors.
+        shared: nonce of the server's segment that the client can read; unset: send everything inline.
+    """
 
     code: ClassVar[Code] = Code.RETRIEVE
     lease: LeaseId
     first: Count = 0
     count: Positive
     shard: Shard = Shard()
+    shared: SegmentNonce | UnsetType = UNSET
 
 
 class RetrieveReply(Message, frozen=True, kw_only=True):
@@ -110,6 +145,8 @@ class RetrieveReply(Message, frozen=True, kw_only=True):
         n_tokens: tokens of each chunk.
         tensors: descriptions of one chunk's tensors: one list for all chunks, or one for each.
         miss: a `MissReason` for the first chunk of the range that was not delivered; None where all were.
+        shared: for each chunk its range in the segment that the request named, or None for a chunk in the payload;
+            unset: all are in the payload.
     """
 
     code: ClassVar[Code] = Code.RETRIEVE_REPLY
@@ -118,17 +155,34 @@ class RetrieveReply(Message, frozen=True, kw_only=True):
     n_tokens: Annotated[tuple[Positive, ...], Meta(max_length=MAX_CHUNKS)] = ()
     tensors: Annotated[tuple[ChunkTensors, ...], Meta(max_length=MAX_CHUNKS)] = ()
     miss: U16 | None = None
+    shared: Annotated[tuple[SharedRange | None, ...], Meta(max_length=MAX_CHUNKS)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         _check_chunks(self.count, self.starts, self.n_tokens, self.tensors)
+        _check_shared(self.ranges, self.count, self.tensors)
+
+    @property
+    def ranges(self) -> Sequence[SharedRange | None]:
+        """For each chunk its range, or None; empty where all are in the payload."""
+        return () if self.shared is UNSET else self.shared
+
+    def chunk_sizes(self) -> Iterator[int]:
+        """Bytes of each chunk."""
+        return _chunk_sizes(self.count, self.tensors)
 
     def payload_sizes(self) -> Iterator[int]:
         """Bytes of each frame."""
-        return _sizes(self.count, self.tensors)
+        return _sizes(self.count, self.tensors, self.ranges)
+
+    def shared_bytes(self) -> int:
+        """Bytes in the ranges."""
+        return _shared_bytes(self.ranges, self.tensors)
 
     def answers(self, request: Message) -> bool:
-        """No more chunks than were asked for."""
-        return isinstance(request, RetrieveRequest) and self.count <= request.count
+        """No more chunks than were asked for, and shared memory only where it was."""
+        if not isinstance(request, RetrieveRequest) or self.count > request.count:
+            return False
+        return self.shared is UNSET or request.shared is not UNSET
 
 
 class StoreRequest(Message, frozen=True, kw_only=True):
@@ -142,6 +196,8 @@ class StoreRequest(Message, frozen=True, kw_only=True):
         n_tokens: tokens of each stored chunk.
         shard: whose tensors these are.
         tensors: as in `RetrieveReply`.
+        shared: for each chunk its range in the segment that the client attached; there is no payload then. Unset: all
+            is in the payload.
     """
 
     code: ClassVar[Code] = Code.STORE
@@ -152,13 +208,28 @@ class StoreRequest(Message, frozen=True, kw_only=True):
     n_tokens: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     shard: Shard = Shard()
     tensors: Annotated[tuple[ChunkTensors, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    shared: Annotated[tuple[SharedRange, ...], Meta(min_length=1, max_length=MAX_CHUNKS)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         _check_chunks(len(self.n_tokens), self.starts, self.n_tokens, self.tensors)
+        _check_shared(self.ranges, len(self.n_tokens), self.tensors)
+
+    @property
+    def ranges(self) -> Sequence[SharedRange]:
+        """For each chunk its range; empty where all are in the payload."""
+        return () if self.shared is UNSET else self.shared
+
+    def chunk_sizes(self) -> Iterator[int]:
+        """Bytes of each chunk."""
+        return _chunk_sizes(len(self.n_tokens), self.tensors)
 
     def payload_sizes(self) -> Iterator[int]:
         """Bytes of each frame."""
-        return _sizes(len(self.n_tokens), self.tensors)
+        return _sizes(len(self.n_tokens), self.tensors, self.ranges)
+
+    def shared_bytes(self) -> int:
+        """Bytes in the ranges."""
+        return _shared_bytes(self.ranges, self.tensors)
 
 
 class StoreReply(Message, frozen=True, kw_only=True):
@@ -277,6 +348,33 @@ class ClearReply(Message, frozen=True, kw_only=True):
     bytes: U64 = 0
 
 
+class AttachRequest(Message, frozen=True, kw_only=True):
+    """Both are on one host, says the client: here is its segment, into which it stores; the server tells its own.
+
+    Args:
+        pid: of the client's process.
+        fd: of the segment, in it.
+        nonce: that the segment has in its head.
+        size: bytes that its ranges can have together.
+    """
+
+    code: ClassVar[Code] = Code.ATTACH
+    pid: Pid
+    fd: Descriptor
+    nonce: SegmentNonce
+    size: SegmentSize
+
+
+class AttachReply(Message, frozen=True, kw_only=True):
+    """The server can read the client's segment; this is its own, from which the client retrieves. Fields likewise."""
+
+    code: ClassVar[Code] = Code.ATTACH_REPLY
+    pid: Pid
+    fd: Descriptor
+    nonce: SegmentNonce
+    size: SegmentSize
+
+
 class ErrorReply(Message, frozen=True, kw_only=True):
     """A request failed.
 
@@ -302,6 +400,7 @@ Request: TypeAlias = (
     | PingRequest
     | StatusRequest
     | ClearRequest
+    | AttachRequest
 )
 Reply: TypeAlias = (
     LookupReply
@@ -313,6 +412,7 @@ Reply: TypeAlias = (
     | PingReply
     | StatusReply
     | ClearReply
+    | AttachReply
 )
 
 _WIRE_2: Final[tuple[type[Message], ...]] = (
@@ -335,6 +435,8 @@ _WIRE_2: Final[tuple[type[Message], ...]] = (
     StatusReply,
     ClearRequest,
     ClearReply,
+    AttachRequest,
+    AttachReply,
 )
 
 MESSAGES: Final[Mapping[int, Mapping[int, type[Message]]]] = MappingProxyType(
@@ -389,9 +491,43 @@ def _check_chunks(
         raise ValueError(f"tensors: got {len(tensors)} lists, wanted one for all {count} chunks or one for each")
 
 
-def _sizes(count: int, tensors: tuple[tuple[TensorMeta, ...], ...]) -> Iterator[int]:
+def _check_shared(
+    ranges: Sequence[SharedRange | None], count: int, tensors: tuple[tuple[TensorMeta, ...], ...]
+) -> None:
+    if not ranges:
+        return
+    if len(ranges) != count:
+        raise ValueError(f"shared: got {len(ranges)} ranges, wanted one for each of {count} chunks")
+    taken = sorted(
+        (one.granule, one.granule + max(1, -(-nbytes // GRANULE)))
+        for one, nbytes in zip(ranges, _chunk_sizes(count, tensors), strict=True)
+        if one is not None
+    )
+    for (_, stop), (start, _) in pairwise(taken):
+        if start < stop:
+            raise ValueError(f"shared: granule {start} is in two ranges; name each once")
+
+
+def _chunk_sizes(count: int, tensors: tuple[tuple[TensorMeta, ...], ...]) -> Iterator[int]:
+    """Bytes of each chunk."""
+    sizes = [sum(meta.nbytes for meta in one) for one in tensors]
+    return iter(sizes * count if len(sizes) == 1 else sizes)
+
+
+def _shared_bytes(ranges: Sequence[SharedRange | None], tensors: tuple[tuple[TensorMeta, ...], ...]) -> int:
+    if not ranges:
+        return 0
+    sizes = zip(ranges, _chunk_sizes(len(ranges), tensors), strict=True)
+    return sum(nbytes for one, nbytes in sizes if one is not None)
+
+
+def _sizes(
+    count: int, tensors: tuple[tuple[TensorMeta, ...], ...], ranges: Sequence[SharedRange | None]
+) -> Iterator[int]:
     if not tensors:
         return
     for chunk in range(count):
+        if ranges and ranges[chunk] is not None:
+            continue
         for meta in tensors[0] if len(tensors) == 1 else tensors[chunk]:
             yield meta.nbytes

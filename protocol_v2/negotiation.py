@@ -28,7 +28,6 @@ from protocol_v2.hello import (
     check_boot_id,
 )
 from protocol_v2.versions import (
-    FEATURES,
     GREASE_PREFIX,
     KEY_SCHEMAS,
     MAX_VERSION,
@@ -65,7 +64,7 @@ class Offer:
 
     wire: frozenset[int] = frozenset(WIRE_VERSIONS)
     schemas: frozenset[int] = frozenset(KEY_SCHEMAS)
-    features: frozenset[str] = FEATURES
+    features: frozenset[str] = frozenset()
     wire_floor: int = WIRE_FLOOR
     schema_floor: int = SCHEMA_FLOOR
     required: frozenset[str] = frozenset()

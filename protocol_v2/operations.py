@@ -8,12 +8,16 @@ session, values out of bounds) is raised.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from msgspec import UNSET
+
 from keying import ChunkKey
+from protocol_v2.client_sharing import BATCH_BYTES
 from protocol_v2.codes import ErrorCode, MissReason, miss_reason
 from protocol_v2.errors import (
     ClientClosedError,
@@ -47,6 +51,7 @@ from protocol_v2.messages import (
     StoreReply,
     StoreRequest,
 )
+from protocol_v2.stored_messages import metas_of, values_of
 from protocol_v2.tensors import TensorMeta, to_frames
 from protocol_v2.wire_keys import Keys, Shard
 
@@ -54,7 +59,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from keying import KeySpace
+    from protocol_v2.client_sharing import ClientSharing, Staged
     from protocol_v2.frames import Frame
+    from protocol_v2.messages import SharedRange
 
 R = TypeVar("R")
 
@@ -87,8 +94,43 @@ class Ask:
     keys: Keys | None = field(default=None, repr=False)  # see `SendRequest`
 
 
-Step: TypeAlias = AwaitLimits | Ask
-Answer: TypeAlias = Limits | ReplyReceived | ProtocolError
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Needs a request sent; is sent `Begun`, for `Collect`, or the error that there is instead."""
+
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that was sent, as whoever runs the operation knows it."""
+
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Needs the reply to what was begun; is sent the same as for `Ask`."""
+
+    begun: Begun
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Needs work done that blocks for as long as copying takes; is sent `Did`, or what the work raised."""
+
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Did:
+    """What the work returned."""
+
+    value: Any
+
+
+Step: TypeAlias = AwaitLimits | Ask | Begin | Collect | Do
+Answer: TypeAlias = Limits | ReplyReceived | ProtocolError | Begun | Did
 Operation: TypeAlias = "Generator[Step, Answer, R]"
 KeysLike: TypeAlias = "Keys | Sequence[ChunkKey] | Sequence[bytes]"
 
@@ -210,6 +252,7 @@ def retrieve(
     shard: Shard,
     make: Callable[[TensorMeta, Frame], Any],
     keys: KeysLike | None = None,
+    sharing: ClientSharing | None = None,
 ) -> Operation[RetrieveResult]:
     """Tensors of a leased range; asks again for what did not fit one message."""
     first, count = index(first), index(count)
@@ -219,12 +262,27 @@ def retrieve(
     chunks: list[RetrievedChunk] = []
     while len(chunks) < count:
         rest = count - len(chunks)
-        message = RetrieveRequest(lease=lease, first=first + len(chunks), count=rest, shard=shard)
+        reader = None if sharing is None else sharing.reader
+        message = RetrieveRequest(
+            lease=lease,
+            first=first + len(chunks),
+            count=rest,
+            shard=shard,
+            shared=UNSET if reader is None else reader.name.nonce,
+        )
         answer = yield Ask(message, keys=known)
         reply = _reply(answer, RetrieveReply)
         if isinstance(reply, ProtocolError):
             return RetrieveResult(tuple(chunks), failure=reply)
-        chunks += _chunks(reply, answer.payload if isinstance(answer, ReplyReceived) else (), make)
+        payload = answer.payload if isinstance(answer, ReplyReceived) else ()
+        if not reply.ranges or sharing is None or reader is None:
+            chunks += _chunks(reply, values_of(reply.count, reply.tensors, payload), make)
+        else:
+            did = yield Do(partial(sharing.gather, reader, reply, payload))
+            values = did.value if isinstance(did, Did) else []
+            chunks += _chunks(reply, values, make)
+            if len(values) < reply.count:
+                return RetrieveResult(tuple(chunks), MissReason.ABSENT)
         if reply.miss is not None or reply.count == 0:
             return RetrieveResult(tuple(chunks), _reason(reply.miss))
     return RetrieveResult(tuple(chunks))
@@ -239,8 +297,12 @@ def store(
     shard: Shard,
     places: Sequence[tuple[int, int]] | None,
     space: KeySpace | None,
+    sharing: ClientSharing | None = None,
 ) -> Operation[StoreResult]:
-    """Store one shard's tensors of the chunks [first, first + len(tensors)), in as many requests as the limits want."""
+    """Store one shard's tensors of the chunks [first, first + len(tensors)), in as many requests as the limits want.
+
+    Through shared memory two requests are under way: while the server copies one, the next is copied here.
+    """
     make = partial(StoreRequest, session=session, keys=as_keys(keys), shard=shard)
     chunks = [_as_chunk(one) for one in tensors]
     first = index(first)
@@ -253,12 +315,30 @@ def store(
         return StoreResult(failure=_tolerated(limits))
     if not isinstance(limits, Limits):
         raise TypeError(f"got {type(limits).__name__} where limits were awaited")
-    for begin, end in _batches(chunks, limits):
-        answer = yield _store_part(make, first + begin, chunks[begin:end], where[begin:end])
-        reply = _reply(answer, StoreReply)
-        if isinstance(reply, ProtocolError):
-            return StoreResult(done.stored, done.present, done.declined, reply)
-        done = StoreResult(done.stored + reply.stored, done.present + reply.present, done.declined + reply.declined)
+    most = limits.max_payload_bytes
+    shares = sharing is not None and sharing.reader is not None
+    parts = deque[_Part]()
+    try:
+        for begin, end in _batches(chunks, min(most, BATCH_BYTES) if shares else most):
+            part = _Part(partial(_store_part, make, first + begin, chunks[begin:end], where[begin:end]))
+            if sharing is not None:
+                yield from part.begin(sharing, chunks[begin:end])
+            parts.append(part)
+            while parts and (parts[0].begun is None or len(parts) > 1):
+                reply = _reply((yield from parts[0].end()), StoreReply)
+                parts.popleft()
+                if isinstance(reply, ProtocolError):
+                    return _added(done, StoreReply(stored=0), reply)
+                done = _added(done, reply)
+        while parts:
+            reply = _reply((yield from parts[0].end()), StoreReply)
+            parts.popleft()
+            if isinstance(reply, ProtocolError):
+                return _added(done, StoreReply(stored=0), reply)
+            done = _added(done, reply)
+    finally:
+        for part in parts:
+            part.withdraw()
     return done
 
 
@@ -335,12 +415,11 @@ def _reason(miss: int | None) -> MissReason | int | None:
 
 
 def _chunks(
-    reply: RetrieveReply, payload: Sequence[Frame], make: Callable[[TensorMeta, Frame], Any]
+    reply: RetrieveReply, values: Sequence[Sequence[Frame]], make: Callable[[TensorMeta, Frame], Any]
 ) -> Iterable[RetrievedChunk]:
-    frames = iter(payload)
-    for place in range(reply.count):
-        metas = reply.tensors[0] if len(reply.tensors) == 1 else reply.tensors[place]
-        made = tuple(make(meta, next(frames)) for meta in metas)
+    for place, frames in enumerate(values):
+        metas = metas_of(reply.tensors, place)
+        made = tuple(make(meta, frame) for meta, frame in zip(metas, frames, strict=True))
         yield RetrievedChunk(reply.starts[place], reply.n_tokens[place], made)
 
 
@@ -379,11 +458,11 @@ def _places(
     return [((first + i) * space.chunk_size, space.chunk_size) for i in range(count)]
 
 
-def _batches(chunks: Sequence[_Chunk], limits: Limits) -> Iterable[tuple[int, int]]:
-    """Ranges of chunks, each as long as the limits allow and at least one chunk."""
+def _batches(chunks: Sequence[_Chunk], most: int) -> Iterable[tuple[int, int]]:
+    """Ranges of chunks, each of `most` bytes and the frames of a message at most, and at least one chunk."""
     begin = nbytes = frames = 0
     for place, chunk in enumerate(chunks):
-        fits = nbytes + chunk.nbytes <= limits.max_payload_bytes and frames + len(chunk.frames) <= MAX_PAYLOAD_FRAMES
+        fits = nbytes + chunk.nbytes <= most and frames + len(chunk.frames) <= MAX_PAYLOAD_FRAMES
         if place > begin and not fits:
             yield begin, place
             begin, nbytes, frames = place, 0, 0
@@ -391,15 +470,67 @@ def _batches(chunks: Sequence[_Chunk], limits: Limits) -> Iterable[tuple[int, in
     yield begin, len(chunks)
 
 
+class _Part:
+    """One request of a store: through shared memory if it can be, else inline.
+
+    Args:
+        ask: makes the request, given the ranges that its chunks are in.
+
+    Attributes:
+        begun: the request through shared memory, once it was sent.
+    """
+
+    def __init__(self, ask: Callable[[Sequence[SharedRange]], Ask]) -> None:
+        self._ask = ask
+        self._staged: Staged | None = None
+        self.begun: Begun | None = None
+
+    def begin(self, sharing: ClientSharing, chunks: Sequence[_Chunk]) -> Generator[Step, Answer, None]:
+        """Copy the chunks into shared memory and send the request; nothing where there is no room."""
+        did = yield Do(partial(sharing.stage, [chunk.frames for chunk in chunks]))
+        self._staged = did.value if isinstance(did, Did) else None
+        if self._staged is not None:
+            begun = yield Begin(self._ask(self._staged.ranges))
+            self.begun = begun if isinstance(begun, Begun) else None
+
+    def end(self) -> Generator[Step, Answer, Answer]:
+        """The answer; where shared memory failed, to the same request sent inline."""
+        if self.begun is not None:
+            answer = yield Collect(self.begun)
+            self.withdraw()
+            code = getattr(answer, "error_code", None) if isinstance(answer, ProtocolError) else None
+            if code != ErrorCode.UNSHARED:
+                return answer
+        self.withdraw()
+        return (yield self._ask(()))
+
+    def withdraw(self) -> None:
+        """What was announced is not valid any more."""
+        if self._staged is not None:
+            self._staged.withdraw()
+            self._staged = None
+
+
+def _added(done: StoreResult, reply: StoreReply, failure: ProtocolError | None = None) -> StoreResult:
+    return StoreResult(
+        done.stored + reply.stored, done.present + reply.present, done.declined + reply.declined, failure
+    )
+
+
 def _store_part(
-    make: Callable[..., StoreRequest], first: int, chunks: Sequence[_Chunk], where: Sequence[tuple[int, int]]
+    make: Callable[..., StoreRequest],
+    first: int,
+    chunks: Sequence[_Chunk],
+    where: Sequence[tuple[int, int]],
+    ranges: Sequence[SharedRange],
 ) -> Ask:
-    """One request of a store: descriptions are shared where all chunks have the same."""
+    """One request of a store: descriptions are shared where all chunks have the same. No ranges: payload inline."""
     shared = all(chunk.metas == chunks[0].metas for chunk in chunks)
     message = make(
         first=first,
         starts=tuple(start for start, _ in where),
         n_tokens=tuple(n_tokens for _, n_tokens in where),
         tensors=(chunks[0].metas,) if shared else tuple(chunk.metas for chunk in chunks),
+        shared=tuple(ranges) or UNSET,
     )
-    return Ask(message, tuple(frame for chunk in chunks for frame in chunk.frames))
+    return Ask(message, () if ranges else tuple(frame for chunk in chunks for frame in chunk.frames))

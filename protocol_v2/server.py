@@ -248,8 +248,7 @@ class CacheServer:
             if router in ready:
                 self._receive(router, now)
             service.tick(time.monotonic())
-            for job in service.take_jobs():
-                executor.submit(self._work, job)
+            self._begin_jobs(executor)
             self._flush(router)
 
     def _receive(self, router: zmq.Socket[bytes], now: float) -> None:
@@ -261,6 +260,10 @@ class CacheServer:
             identity, *rest = parts
             frames: list[Frame] = [part.bytes if len(part) < COPY_BELOW else part.buffer for part in rest]
             self._service.receive(identity.bytes, frames, now)
+
+    def _begin_jobs(self, executor: ThreadPoolExecutor) -> None:
+        for job in self._service.take_jobs():
+            executor.submit(self._work, job)
 
     def _finish_jobs(self, now: float) -> None:
         while self._finished:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar, cast
 
 from protocol_v2.capability import answer_probe, is_probe
 from protocol_v2.codes import ErrorCode, RefusalCode
@@ -33,6 +33,7 @@ from protocol_v2.hello import Refusal, Welcome
 from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.jobs import Jobs
 from protocol_v2.messages import (
+    AttachRequest,
     ClearReply,
     ClearRequest,
     EndSessionReply,
@@ -52,11 +53,12 @@ from protocol_v2.messages import (
     StoreRequest,
 )
 from protocol_v2.negotiation import ServerTerms, answer_hello
-from protocol_v2.outcomes import StoreOutcome
+from protocol_v2.outcomes import Retrieved, StoreOutcome
 from protocol_v2.server_connection import ServerConnection
 from protocol_v2.status import ServiceCounters, describe_status
 from protocol_v2.storage import Shard
-from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects
+from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects, values_of
+from protocol_v2.versions import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +72,9 @@ if TYPE_CHECKING:
     from protocol_v2.identity import Chunks
     from protocol_v2.jobs import Job
     from protocol_v2.messages import Reply
+    from protocol_v2.sharing import Sharing
     from protocol_v2.status import Fact
+    from protocol_v2.storage import StoredObject
     from protocol_v2.wire_keys import Shard as WireShard
     from protocol_v2.work import Task
 
@@ -89,9 +93,19 @@ FRAME_SLACK: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
+class _Arrival:
+    """A store whose bytes are being copied out of shared memory; what follows it waits until it is here."""
+
+    keep: Callable[[float], None]
+    here: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class _Peer:
     identity: bytes
     connection: ServerConnection
+    #: in the order in which they came: a chunk is kept after the one before it
+    arrivals: deque[_Arrival] = field(default_factory=deque)
 
 
 class _Named(TypedDict):
@@ -117,6 +131,7 @@ class CacheService:
         front: what answers messages of another protocol; None counts and drops them.
         spaces: those that the cache holds entries of from earlier runs, for the notice in a welcome.
         news: what tells routers which chunks can be hit; None for nothing.
+        sharing: the shared memory for peers on this host; None offers none.
     """
 
     def __init__(
@@ -129,10 +144,12 @@ class CacheService:
         front: ForeignFront | None = None,
         spaces: Iterable[KeySpace] = (),
         news: CacheNews | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._cache = cache
         self._news = news
-        self._terms = terms
+        self._sharing = sharing
+        self._terms = terms if sharing is None else _offering(terms, SHARED_MEMORY)
         self._started = started
         self._max_peers = max_peers
         self._front = front
@@ -279,8 +296,7 @@ class CacheService:
                 case RequestsDropped():
                     self.counters.dropped += len(event.request_ids)
                 case SessionLost():
-                    self._cache.drop_owner(peer.identity, now)
-                    self._peers.pop(peer.identity, None)
+                    self._forget(peer, now)
                 case _:
                     raise LocalProtocolError(f"{type(event).__name__}: not an event of a server's connection")
 
@@ -323,8 +339,14 @@ class CacheService:
     def _drop(self, peer: _Peer, now: float) -> None:
         """End a peer's session from this side."""
         peer.connection.close()
+        self._forget(peer, now)
+
+    def _forget(self, peer: _Peer, now: float) -> None:
+        """Free what a session held."""
         self._cache.drop_owner(peer.identity, now)
         self._peers.pop(peer.identity, None)
+        if self._sharing is not None:
+            self._sharing.detach(peer.identity)
 
     def _answer(self, peer: _Peer, request: RequestReceived, now: float) -> None:
         self.counters.requests += 1
@@ -359,6 +381,8 @@ class CacheService:
                 self._reply(peer, request, StatusReply(status=self.status(now)), now)
             case ClearRequest():
                 self._clear(peer, request, message, now)
+            case AttachRequest():
+                self._reply(peer, request, self._shared_with(peer).attach(peer.identity, message), now)
 
     # ---- answers
 
@@ -427,20 +451,63 @@ class CacheService:
                     ErrorCode.TOO_LARGE, f"payload: the chunk has {size} bytes, of at most {most} in one message"
                 )
             miss = retrieved.miss if len(fitting) == len(retrieved.objects) else None
-            reply, payload = reply_of_objects(fitting, miss)
-            self._reply(peer, request, reply, now, payload)
+            self._deliver(peer, request, message, Retrieved(tuple(fitting), miss), now)
 
         self._run(peer, request, [task], then, now)
+
+    def _deliver(
+        self, peer: _Peer, request: RequestReceived, message: RetrieveRequest, retrieved: Retrieved, now: float
+    ) -> None:
+        sharing = self._sharing
+        if sharing is None or not sharing.reads(message.shared):
+            reply, payload = reply_of_objects(retrieved.objects, retrieved.miss)
+            self._reply(peer, request, reply, now, payload)
+            return
+        moving = sharing.move_in(retrieved.objects)
+
+        def then(now: float) -> None:
+            moved = {held.id: copy for held, copy in moving.finish(now) if self._cache.rehouse(held, copy)}
+            objects = [moved.get(obj.id, obj) for obj in retrieved.objects]
+            reply, payload = reply_of_objects(objects, retrieved.miss, sharing.range_of)
+            self._reply(peer, request, reply, now, payload)
+
+        self._run(peer, request, [moving], then, now)
 
     def _store(self, peer: _Peer, request: RequestReceived, message: StoreRequest, now: float) -> None:
         space = peer.connection.space
         chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
         check_places(chunks, message.first, message.starts, message.n_tokens)
         root = _root(space)
-        objects = objects_of_store(root, chunks.digests, message, request.payload)
+        if not message.ranges:
+            values = values_of(len(message.n_tokens), message.tensors, request.payload)
+            self._keep(peer, request, chunks, objects_of_store(root, chunks.digests, message, values), now)
+            return
+        copying = self._shared_with(peer).copy_in(peer.identity, message, list(message.chunk_sizes()))
+
+        def keep(now: float) -> None:
+            values = [[view] for view in copying.finish(now)]
+            if peer.connection.is_pending(request.request_id):  # else its session is over, or nobody waits
+                self._keep(peer, request, chunks, objects_of_store(root, chunks.digests, message, values), now)
+
+        arrival = _Arrival(self._guarded(peer, request, keep))
+
+        def then(now: float) -> None:
+            arrival.here = True
+            while peer.arrivals and peer.arrivals[0].here:
+                peer.arrivals.popleft().keep(now)
+
+        self._run(peer, request, [copying], then, now)
+        peer.arrivals.append(arrival)
+
+    def _keep(
+        self, peer: _Peer, request: RequestReceived, chunks: Chunks, objects: Sequence[StoredObject], now: float
+    ) -> None:
+        """Store the objects of a request, and answer it."""
+        message = cast("StoreRequest", request.message)
         n_bound = _n_full(chunks)
         if message.first + len(objects) == n_bound and message.n_tokens[-1] < chunks.chunk_size:
             n_bound -= 1
+        root = objects[0].id.root
         self._cache.bind(peer.identity, message.session, root, chunks.digests[:n_bound], now=now)
         tasks = []
         for place, obj in enumerate(objects, message.first):
@@ -457,6 +524,13 @@ class CacheService:
             self._reply(peer, request, reply, now)
 
         self._run(peer, request, tasks, then, now)
+
+    def _shared_with(self, peer: _Peer) -> Sharing:
+        """Shared memory, if this session agreed on it."""
+        agreement = peer.connection.agreement
+        if self._sharing is None or agreement is None or SHARED_MEMORY not in agreement.features:
+            raise RemoteProtocolError(ErrorCode.UNSHARED, "this session did not agree on shared memory")
+        return self._sharing
 
     def _ping(self, now: float) -> PingReply:
         return PingReply(
@@ -492,6 +566,8 @@ class CacheService:
                 "events.pending": self._news.pending,
                 "events.untold": self._news.untold,
             }
+        if self._sharing is not None:
+            server |= self._sharing.facts()
         if self._front is not None:
             server |= self._front.facts()
         return describe_status(self._cache.status(now), self.counters, server)
@@ -507,14 +583,18 @@ class CacheService:
         now: float,
     ) -> None:
         """Run what blocks, then answer; at once where nothing blocks."""
+        self._jobs.run(tasks, self._guarded(peer, request, then), now)
+
+    def _guarded(self, peer: _Peer, request: RequestReceived, then: Callable[[float], None]) -> Callable[[float], None]:
+        """What an operation ends in belongs to its own request."""
 
         def guarded(now: float) -> None:
             try:
                 then(now)
-            except Exception as error:  # what the operation ended in belongs to its own request
+            except Exception as error:  # a handler that fails costs its own request
                 self._fail(peer, request.request_id, error, now)
 
-        self._jobs.run(tasks, guarded, now)
+        return guarded
 
     def _reply(
         self, peer: _Peer, request: RequestReceived, message: Reply, now: float, payload: tuple[Frame, ...] = ()
@@ -534,6 +614,10 @@ class CacheService:
     def _queue(self, peer: _Peer, frames: list[Frame]) -> None:
         if frames:
             self._outgoing.append((peer.identity, frames))
+
+
+def _offering(terms: ServerTerms, feature: str) -> ServerTerms:
+    return replace(terms, offer=replace(terms.offer, features=terms.offer.features | {feature}))
 
 
 def _shutting_down() -> RemoteProtocolError:

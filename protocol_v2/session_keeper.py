@@ -37,6 +37,7 @@ from protocol_v2.errors import (
     ServerUnavailableError,
     SessionLostError,
     SpaceMismatchError,
+    UnsharedError,
     UnsupportedServerError,
 )
 from protocol_v2.events import (
@@ -53,6 +54,7 @@ from protocol_v2.events import (
 from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
 from protocol_v2.messages import PingRequest
 from protocol_v2.state import State
+from protocol_v2.versions import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,6 +216,14 @@ class SessionKeeper:
     def tunnelled(self) -> bool:
         """Whether the session goes through a tunnel."""
         return self._live is not None and not isinstance(self._live.speaker, ClientConnection)
+
+    @property
+    def shares(self) -> bool:
+        """Whether a session stands that agreed on shared memory."""
+        speaker = None if self._live is None else self._live.speaker
+        if not isinstance(speaker, ClientConnection) or speaker.agreement is None:
+            return False
+        return SHARED_MEMORY in speaker.agreement.features
 
     @property
     def pending(self) -> int:
@@ -439,6 +449,9 @@ class SessionKeeper:
         live = self._live
         if live is None:
             self._finish(ticket, self._why_not())
+            return
+        if one.message.shared_bytes() and not self.shares:
+            self._finish(ticket, UnsharedError("the session that stands now did not agree on shared memory"))
             return
         request_id = live.speaker.new_request_id()
         event = SendRequest(request_id, one.message, one.payload, max(one.deadline - now, 1e-3), one.keys)

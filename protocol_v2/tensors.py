@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from protocol_v2.errors import TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from protocol_v2.frames import Frame
 
@@ -144,6 +144,27 @@ def to_torch(meta: TensorMeta, frame: Frame, *, share_read_only: bool = False) -
     if flat.data_ptr() % DTYPE_BYTES[meta.dtype]:  # a frame may begin anywhere; torch wants aligned elements
         flat = flat.clone()
     return flat.view(dtype).reshape(meta.shape)
+
+
+def empty_torch(metas: Sequence[TensorMeta], memory: Callable[[int], memoryview | None]) -> tuple[Any, ...]:
+    """CPU torch tensors to be filled.
+
+    Args:
+        metas: what they are.
+        memory: gives so many writable bytes for all of them, back to back, or None: then they get memory of their own.
+    """
+    import torch  # noqa: PLC0415  (as in `to_torch`)
+
+    nbytes = sum(meta.nbytes for meta in metas)
+    view = memory(nbytes) if nbytes else None
+    tensors, at = [], 0
+    for meta in metas:
+        if view is None or at % DTYPE_BYTES[meta.dtype]:
+            tensors.append(torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)))
+        else:
+            tensors.append(to_torch(meta, view[at : at + meta.nbytes]))
+        at += meta.nbytes
+    return tuple(tensors)
 
 
 def _check_size(meta: TensorMeta, frame: Frame) -> None:

@@ -23,8 +23,9 @@ WIRE_FLOOR: Final = 2
 SCHEMA_FLOOR: Final = 2
 """Lowest key schema our own client accepts: below it, extra keys are not part of the key."""
 
-FEATURES: Final[frozenset[str]] = frozenset()
-"""Optional features of wire 2 that this code has: none yet. Kinds of extra key above 5 would be `kind/<n>`."""
+SHARED_MEMORY: Final = "shared-memory"
+"""The optional feature of wire 2 that this code knows: payload in memory that both sides share (`shared_memory.py`). A
+side offers it where it has such memory. Kinds of extra key above 5 would be features `kind/<n>`."""
 
 GREASE_PREFIX: Final = "grease"
 """Names of fields (`grease_..`) and features (`grease/..`) that mean nothing and must be tolerated for ever."""

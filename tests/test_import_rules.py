@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "compat": {"compat", "protocol_v2", "keying"},
     "extra_keys_cli": set(PACKAGES),
 }
+MEMORY_OWNERS = {"protocol_v2/shared_memory.py"}
 SOCKET_OWNERS = {"protocol_v2/server.py", "protocol_v2/client_thread.py", "protocol_v2/event_feed.py"}
 
 
@@ -78,6 +79,16 @@ def test_sockets_live_at_the_edge_only() -> None:
         if any(name.split(".")[0] == "zmq" for name in imported(path.read_text()))
     }
     assert SOCKET_OWNERS == owners
+
+
+def test_memory_is_mapped_in_one_place() -> None:
+    """Messages and services name ranges; who maps memory is listed here."""
+    owners = {
+        str(path.relative_to(ROOT))
+        for path in sources("protocol_v2")
+        if {"mmap", "ctypes", "multiprocessing"} & {name.split(".")[0] for name in imported(path.read_text())}
+    }
+    assert owners == MEMORY_OWNERS
 
 
 def test_the_detector_sees_each_form_of_import() -> None:

@@ -43,6 +43,7 @@ from protocol_v2.events import SessionLost
 from protocol_v2.hello import Limits
 from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.messages import (
+    AttachRequest,
     ClearRequest,
     EndSessionReply,
     EndSessionRequest,
@@ -62,7 +63,7 @@ from protocol_v2.messages import (
 )
 from protocol_v2.storage import ObjectId, Shard
 from protocol_v2.storage.envelope import encoded_size
-from protocol_v2.stored_messages import objects_of_store, reply_of_objects
+from protocol_v2.stored_messages import objects_of_store, reply_of_objects, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -226,6 +227,8 @@ class V1Tunnel:
                 return _at_once(StatusReply(status=self._facts()))
             case ClearRequest():
                 return _refused("clear: a v1 server can only forget the entries of all its clients")
+            case AttachRequest():
+                return _refused("attach: a v1 server's shared memory is not this protocol's")
 
     # ---- what each request does
 
@@ -326,7 +329,8 @@ class V1Tunnel:
         _check_world(message.shard.world, message.shard.group + 1)
         yield from self._prepare(now)
         shard = message.shard
-        packed = [pack_object(obj) for obj in objects_of_store(self._space.root, chunks.digests, message, payload)]
+        values = values_of(len(message.n_tokens), message.tensors, payload)
+        packed = [pack_object(obj) for obj in objects_of_store(self._space.root, chunks.digests, message, values)]
         stored = declined = done = 0
         request_id = self._new_request_id(chunks.digests[message.first + len(packed) - 1])
         while done < len(packed):

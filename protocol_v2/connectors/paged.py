@@ -21,9 +21,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol_v2.errors import LocalProtocolError
+from protocol_v2.tensors import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NULL_BLOCK: Final = 0
 
@@ -134,13 +135,16 @@ class PagedGroup:
         """Places in a block table of the blocks that hold tokens [start, stop)."""
         return slice(start // self.block_size, -(-stop // self.block_size))
 
-    def read(self, blocks: Sequence[int], start: int, stop: int) -> list[list[Any]] | None:
+    def read(
+        self, blocks: Sequence[int], start: int, stop: int, staging: Callable[[Sequence[TensorMeta]], Sequence[Any]]
+    ) -> list[Sequence[Any]] | None:
         """The values of the chunks in tokens [start, stop): for each chunk and each layer one tensor, copied.
 
         Args:
             blocks: the part `span(start, stop)` of the request's block table.
             start: a multiple of the chunk size.
             stop: likewise.
+            staging: gives the tensors of one chunk, to be filled.
 
         Returns:
             None where a part of them is not there any more.
@@ -150,13 +154,19 @@ class PagedGroup:
         n_chunks = (stop - start) // self.chunk_size
         if not self.layers:
             return [[_nothing()] for _ in range(n_chunks)]
-        chunks: list[list[Any]] = [[] for _ in range(n_chunks)]
-        for tensor, axes in zip(self.layers.values(), self.axes, strict=True):
-            whole = self._rows(tensor, axes, blocks, start, stop).contiguous().cpu()
-            for place in range(n_chunks):
+        chunks: list[Sequence[Any]] = []
+        for place in range(n_chunks):
+            shapes = [self._chunk_shape(start // self.chunk_size + place, *layer) for layer in self._layers()]
+            chunks.append(staging([TensorMeta(str(dtype).removeprefix("torch."), shape) for shape, dtype in shapes]))
+        for number, (tensor, axes) in enumerate(self._layers()):
+            rows = self._rows(tensor, axes, blocks, start, stop)
+            for place, chunk in enumerate(chunks):
                 begin = start + place * self.chunk_size
-                chunks[place].append(whole[self._place(axes, start, begin, begin + self.chunk_size)])
+                chunk[number].copy_(rows[self._place(axes, start, begin, begin + self.chunk_size)])
         return chunks
+
+    def _layers(self) -> Iterator[tuple[Any, Axes]]:
+        return zip(self.layers.values(), self.axes, strict=True)
 
     def _place(self, axes: Axes, origin: int, start: int, stop: int) -> slice:
         """Rows of tokens [start, stop) in a value that begins with the token or block of `origin`."""
@@ -185,7 +195,7 @@ class PagedGroup:
         Raises:
             ChunkShapeError: they are not.
         """
-        wanted = [self._chunk_shape(chunk, t, axes) for t, axes in zip(self.layers.values(), self.axes, strict=True)]
+        wanted = [self._chunk_shape(chunk, *layer) for layer in self._layers()]
         got = [(tuple(one.shape), one.dtype) for one in tensors]
         if not self.layers:
             wanted = [((0,), _nothing().dtype)]

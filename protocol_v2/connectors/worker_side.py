@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from protocol_v2.connectors.paged import PagedGroup
     from protocol_v2.connectors.tracker import LoadPlan, SavePlan
     from protocol_v2.operations import EndSessionResult, KeysLike, RetrieveResult, StoreResult
+    from protocol_v2.tensors import TensorMeta
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ class WorkerClient(Protocol):
 
     def end_session(self, session: str, *, timeout: float | None) -> EndSessionResult:
         """End a session."""
+
+    def staging(self, metas: Sequence[TensorMeta]) -> Sequence[Any]:
+        """Tensors of one chunk to be filled, and then stored without another copy where that can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,7 @@ class _Job:
     """A save whose bytes are copied."""
 
     task: SaveTask
-    groups: tuple[list[list[Any]], ...]
+    groups: tuple[list[Sequence[Any]], ...]
     nbytes: int
 
 
@@ -352,7 +356,7 @@ class WorkerSide:
         start, stop = task.first * self._chunk_size, task.stop * self._chunk_size
         groups = []
         for group, blocks in zip(self._groups, task.blocks, strict=True):
-            chunks = group.read(blocks, start, stop)
+            chunks = group.read(blocks, start, stop, self._client.staging)
             if chunks is None:
                 return None
             groups.append(chunks)

@@ -76,6 +76,7 @@ class MemoryPlace:
                 self._leave(resident)
                 objects += [ObjectId(*resident.id, shard) for shard in resident.shards]
                 size += resident.size
+                resident.shards.clear()  # its entry in the order of eviction may stay for a while: not the bytes
         return Forgotten(objects, size, None)
 
     def _leave(self, resident: Resident[StoredObject]) -> None:

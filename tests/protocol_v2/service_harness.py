@@ -14,8 +14,9 @@ from protocol_v2.frames import Frame
 from protocol_v2.hello import Limits
 from protocol_v2.identity import keys_of_digests
 from protocol_v2.messages import LookupRequest, Request, RetrieveRequest, StoreRequest
-from protocol_v2.negotiation import ClientTerms, ServerTerms
+from protocol_v2.negotiation import ClientTerms, Offer, ServerTerms
 from protocol_v2.service import CacheService
+from protocol_v2.sharing import Sharing
 from protocol_v2.tensors import TensorMeta
 from protocol_v2.tiers import DiskTier
 from protocol_v2.wire_keys import Shard
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SPACE = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
 MEMORY = 1 << 20
+PLAIN = Offer()
 
 
 class Harness:
@@ -40,21 +42,22 @@ class Harness:
         boot: bytes = b"s" * 16,
         front: ForeignFront | Callable[[ChunkCache], ForeignFront] | None = None,
         max_peers: int = 8,
+        sharing: Sharing | None = None,
     ) -> None:
         self.now = 1000.0
         cache = ChunkCache(memory, disk)
         cache.load()
         terms = ServerTerms(boot_id=boot, limits=limits or Limits(), expected_spaces=expected, software="test")
         made = front(cache) if callable(front) else front
-        self.service = CacheService(cache, terms, started=self.now, max_peers=max_peers, front=made)
+        self.service = CacheService(cache, terms, started=self.now, max_peers=max_peers, front=made, sharing=sharing)
         self.inboxes: dict[bytes, list[list[Frame]]] = defaultdict(list)
         self.held_jobs: list[Job] = []
         self.hold = False
         self._identities = (b"peer-%d" % number for number in itertools.count())
 
-    def client(self, space: KeySpace | None = SPACE, boot: bytes = b"c" * 16) -> "Client":
+    def client(self, space: KeySpace | None = SPACE, boot: bytes = b"c" * 16, offer: Offer | None = None) -> "Client":
         """A client whose session stands."""
-        client = Client(self, next(self._identities), space, boot)
+        client = Client(self, next(self._identities), space, boot, offer or Offer())
         client.hello()
         return client
 
@@ -104,10 +107,12 @@ class Harness:
 class Client:
     """A real client connection, wired to the service."""
 
-    def __init__(self, harness: Harness, identity: bytes, space: KeySpace | None, boot: bytes) -> None:
+    def __init__(
+        self, harness: Harness, identity: bytes, space: KeySpace | None, boot: bytes, offer: Offer = PLAIN
+    ) -> None:
         self.harness = harness
         self.identity = identity
-        self.connection = ClientConnection(ClientTerms(boot_id=boot, space=space))
+        self.connection = ClientConnection(ClientTerms(boot_id=boot, space=space, offer=offer))
         self.events: list[Event] = []
 
     def send(self, frames: Sequence[Frame]) -> None:

@@ -3,12 +3,15 @@
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from keying import KeySpace
 from protocol_v2 import Limits, Offer
 from protocol_v2.identity import extra_key_to_wire
 from protocol_v2.messages import (
     MESSAGES,
+    AttachReply,
+    AttachRequest,
     ClearReply,
     ClearRequest,
     EndSessionReply,
@@ -25,6 +28,7 @@ from protocol_v2.messages import (
     ReleaseRequest,
     RetrieveReply,
     RetrieveRequest,
+    SharedRange,
     StatusReply,
     StatusRequest,
     StoreReply,
@@ -81,6 +85,27 @@ def chunk_fields(draw: Any, min_size: int = 0) -> dict[str, Any]:
     }
 
 
+nonces = st.binary(min_size=32, max_size=32)
+
+
+@st.composite
+def ranges(draw: Any, count: int, *, some: bool = False) -> Any:
+    """Ranges in shared memory for some small chunks, apart from each other; with `some` not for all, or none at all."""
+    if not count or draw(st.booleans()):
+        return UNSET
+    taken = draw(st.lists(st.integers(0, 2**40 - 1), min_size=count, max_size=count, unique=True))
+    made = [SharedRange(granule, draw(st.integers(1, 2**63 - 1))) for granule in taken]
+    return tuple(None if some and draw(st.booleans()) else one for one in made)
+
+
+@st.composite
+def attachments(draw: Any, kind: Any) -> Any:
+    """Where a segment is."""
+    size = 4096 * draw(st.integers(1, 2**36))
+    numbers = st.integers(1, 2**31 - 1)
+    return kind(pid=draw(numbers), fd=draw(numbers), nonce=draw(nonces), size=size)
+
+
 MESSAGE_STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     ErrorReply: st.builds(ErrorReply, error=u16, message=st.text(max_size=9), retriable=st.booleans()),
     LookupRequest: st.builds(
@@ -99,22 +124,29 @@ MESSAGE_STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         miss=st.none() | u16,
     ),
     RetrieveRequest: st.builds(
-        RetrieveRequest, lease=lease_ids, first=counts, count=st.integers(1, 65_536), shard=shards
+        RetrieveRequest,
+        lease=lease_ids,
+        first=counts,
+        count=st.integers(1, 65_536),
+        shard=shards,
+        shared=st.just(UNSET) | nonces,
     ),
     RetrieveReply: st.builds(
-        lambda fields, miss: RetrieveReply(count=len(fields["starts"]), miss=miss, **fields),
-        chunk_fields(),
+        lambda fields, miss, shared: RetrieveReply(count=len(fields["starts"]), miss=miss, shared=shared, **fields),
+        fields := st.shared(chunk_fields(), key="retrieved"),
         st.none() | u16,
+        fields.flatmap(lambda fields: ranges(len(fields["starts"]), some=True)),
     ),
     StoreRequest: st.builds(
-        lambda session, keys, first, shard, fields: StoreRequest(
-            session=session, keys=keys, first=first, shard=shard, **fields
+        lambda session, keys, first, shard, fields, shared: StoreRequest(
+            session=session, keys=keys, first=first, shard=shard, shared=shared, **fields
         ),
         session_ids,
         keys,
         counts,
         shards,
-        chunk_fields(min_size=1),
+        fields := st.shared(chunk_fields(min_size=1), key="stored"),
+        fields.flatmap(lambda fields: ranges(len(fields["starts"]))),
     ),
     StoreReply: st.builds(StoreReply, stored=counts, present=counts, declined=counts),
     PrefetchRequest: st.builds(
@@ -146,6 +178,8 @@ MESSAGE_STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     ClearRequest: st.builds(ClearRequest, scope=st.sampled_from(["space", "all"])),
     ClearReply: st.builds(ClearReply, objects=st.integers(0, 2**64 - 1), bytes=st.integers(0, 2**64 - 1)),
+    AttachRequest: attachments(AttachRequest),
+    AttachReply: attachments(AttachReply),
 }
 messages = st.one_of(*MESSAGE_STRATEGIES.values())
 

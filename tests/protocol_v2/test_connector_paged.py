@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,10 @@ from protocol_v2.connectors.paged import (
     unit_for,
 )
 from protocol_v2.errors import LocalProtocolError
+from protocol_v2.tensors import TensorMeta, empty_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 N_BLOCKS = 23
 
@@ -32,6 +36,11 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Axes]] = {
     "split": ((N_BLOCKS * 2, 3, 2, 5), Axes(0, 2, 2)),
 }
 """Shape and axes of a layer with 23 blocks of 4 tokens; ``split`` has tensor blocks of 2."""
+
+
+def ordinary(metas: Sequence[TensorMeta]) -> Sequence[Any]:
+    """Tensors in memory of their own."""
+    return empty_torch(metas, lambda _nbytes: None)
 
 
 def layer(layout: str, *, fill: int | None = None) -> torch.Tensor:
@@ -93,7 +102,7 @@ def test_what_was_read_is_written_where_it_belongs_and_nowhere_else(layout: str,
         group(layout, unit, chunk_size, target, target.clone()),
     )
     start, stop = chunk_size, 3 * chunk_size
-    chunks = reader.read(mine[reader.span(start, stop)], start, stop)
+    chunks = reader.read(mine[reader.span(start, stop)], start, stop, ordinary)
     assert chunks is not None
     assert [2, 2] == [len(one) for one in chunks]
     begin = start // 4 * 4  # loads begin at a block; of tokens, what lies before the chunk in it is left alone
@@ -131,7 +140,7 @@ def test_tokens_go_between_engines_with_other_block_sizes(
     target = torch.full((41, writer_block, 2), -1.0)
     reader = PagedGroup({"l": source}, [Axes(0, 1)], reader_block, chunk_size, Unit.TOKENS)
     writer = PagedGroup({"l": target}, [Axes(0, 1)], writer_block, chunk_size, Unit.TOKENS)
-    chunks = reader.read(list(range(1, 40))[reader.span(0, n_tokens)], 0, n_tokens)
+    chunks = reader.read(list(range(1, 40))[reader.span(0, n_tokens)], 0, n_tokens, ordinary)
     assert chunks is not None
     start = min(begin * writer_block, (n_tokens - 1) // writer_block * writer_block)
     stop = max(start + 1, n_tokens - short)
@@ -147,8 +156,8 @@ def test_a_null_block_is_never_written_and_cannot_be_read() -> None:
     for unit in Unit:
         target = layer("bhnc", fill=-1)
         paged = group("bhnc", unit, 8, target)
-        assert paged.read([3, NULL_BLOCK], 0, 8) is None
-        value = group("bhnc", unit, 8, layer("bhnc")).read([3, 9], 0, 8)
+        assert paged.read([3, NULL_BLOCK], 0, 8, ordinary) is None
+        value = group("bhnc", unit, 8, layer("bhnc")).read([3, 9], 0, 8, ordinary)
         assert value is not None
         paged.write([NULL_BLOCK, 5], 0, 8, 0, value[0])
         assert bool((target[NULL_BLOCK] == -1).all())
@@ -158,7 +167,7 @@ def test_a_null_block_is_never_written_and_cannot_be_read() -> None:
 def test_a_worker_without_layers_of_a_group_stores_a_value_without_bytes() -> None:
     """Every shard of a chunk is there, also of a pipeline stage that has none of a group."""
     paged = PagedGroup({}, [], 4, 8, Unit.BLOCKS)
-    chunks = paged.read([1, 2, 3, 4], 0, 16)
+    chunks = paged.read([1, 2, 3, 4], 0, 16, ordinary)
     assert chunks is not None
     assert [[0], [0]] == [[one.nbytes for one in chunk] for chunk in chunks]
     paged.check(0, chunks[0])

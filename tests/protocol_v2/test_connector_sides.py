@@ -19,6 +19,7 @@ from protocol_v2.negotiation import ServerTerms
 from protocol_v2.operations import LookupResult, RetrieveResult
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
+from protocol_v2.sharing import Sharing
 from tests.protocol_v2.toy_engine import ToyEngine, ToyRequest
 
 pytestmark = pytest.mark.zmq
@@ -28,9 +29,11 @@ SPACES = {size: KeySpace("toy", chunk_size=size, kv_dtype="int64") for size in (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
-    """A cache server in memory."""
+    """A cache server in memory, which it shares."""
     place = tmp_path_factory.mktemp("s") / "c"
-    service = CacheService(ChunkCache(64 << 20), ServerTerms(b"B" * 16), started=time.monotonic())
+    service = CacheService(
+        ChunkCache(64 << 20), ServerTerms(b"B" * 16), started=time.monotonic(), sharing=Sharing(80 << 20)
+    )
     with CacheServer(f"ipc://{place}", service) as running:
         yield running
 
@@ -76,6 +79,9 @@ def test_a_second_engine_loads_what_the_first_computed(
     """KV is right, hits are whole, nothing is left over: for any number of workers and groups, in and between steps."""
     title = f"second {wait} {world} {groups} {chunk_size}"
     hits = []
+    sharing = clients[chunk_size].sharing
+    assert sharing is not None
+    before = sharing.counters.retrieved, sharing.counters.in_place
     for _ in range(2):
         engine = ToyEngine(clients[chunk_size], SPACES[chunk_size], world=world, groups=groups, wait=wait)
         request = a_request(50, title)
@@ -85,6 +91,8 @@ def test_a_second_engine_loads_what_the_first_computed(
         assert len(engine.side) == 0
         engine.close()
     assert [0, 50 // chunk_size * chunk_size] == hits
+    assert sharing.counters.retrieved > before[0]
+    assert sharing.counters.in_place > before[1]
     assert (0, 0) == left_over(clients[chunk_size])
 
 
@@ -355,6 +363,9 @@ def test_saves_that_do_not_fit_the_queue_are_dropped_and_reported(clients: dict[
 
         def end_session(self, session: str, **others: Any) -> Any:
             return clients[8].end_session(session, **others)
+
+        def staging(self, metas: Any) -> Any:
+            return clients[8].staging(metas)
 
     worker = WorkerSide(Stuck(), paged, world=1, rank=0, chunk_size=8, queue_bytes=300)
     for name in range(1, 5):

@@ -204,6 +204,7 @@ def lose(worker: Any) -> None:
             retrieve=lambda *given, **named: truncated(retrieve(*given, **named)),
             store=made._client.store,
             end_session=made._client.end_session,
+            staging=made._client.staging,
         )
         return made
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from keying import KeySpace
     from protocol_v2.client import CacheClient
     from protocol_v2.connectors.tracker import LoadPlan
+    from protocol_v2.tensors import TensorMeta
 
 MODULUS = 1_000_003
 LAYERS = 2
@@ -251,6 +252,10 @@ class LosingClient:
     def end_session(self, session: str, **others: Any) -> Any:
         """As the client."""
         return self._client.end_session(session, **others)
+
+    def staging(self, metas: Sequence[TensorMeta]) -> Sequence[Any]:
+        """As the client."""
+        return self._client.staging(metas)
 
 
 def truth(request: ToyRequest, world: int, groups: int) -> list[list[int]]:

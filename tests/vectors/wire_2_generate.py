@@ -43,6 +43,8 @@ from protocol_v2.hello import (
 )
 from protocol_v2.identity import keys_of_digests, keys_of_tokens, space_to_wire
 from protocol_v2.messages import (
+    AttachReply,
+    AttachRequest,
     ClearReply,
     ClearRequest,
     EndSessionReply,
@@ -59,6 +61,7 @@ from protocol_v2.messages import (
     ReleaseRequest,
     RetrieveReply,
     RetrieveRequest,
+    SharedRange,
     StatusReply,
     StatusRequest,
     StoreReply,
@@ -91,6 +94,7 @@ KEYS = chunk_keys(SPACE, TOKENS, EXTRA_KEYS)
 BY_DIGESTS = keys_of_digests(KEYS)
 BY_TOKENS = keys_of_tokens(TOKENS, EXTRA_KEYS, partial_tail=True)
 CLIENT_BOOT, SERVER_BOOT, LEASE = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+CLIENT_NONCE, SERVER_NONCE = bytes(range(64, 96)), bytes(range(96, 128))
 META = TensorMeta("bfloat16", (2, 4))
 OTHER = TensorMeta("int8", (3,))
 
@@ -185,6 +189,30 @@ REQUESTS: list[tuple[str, Message]] = [
     ("clear reply", ClearReply(objects=3, bytes=2**33)),
     ("error", ErrorReply(error=ErrorCode.IDENTITY_MISMATCH, message="another identity", retriable=False)),
     ("error of a later version", ErrorReply(error=999, message="?", retriable=True)),
+    ("attach", AttachRequest(pid=4711, fd=9, nonce=CLIENT_NONCE, size=2**28)),
+    ("attach reply", AttachReply(pid=42, fd=17, nonce=SERVER_NONCE, size=2**33)),
+    (
+        "store through shared memory",
+        StoreRequest(
+            session="req-1",
+            keys=BY_DIGESTS,
+            starts=(0, 4),
+            n_tokens=(4, 4),
+            tensors=((META, OTHER),),
+            shared=(SharedRange(0, 2**62 + 5), SharedRange(7, 1)),
+        ),
+    ),
+    (
+        "retrieve through shared memory",
+        RetrieveRequest(lease=LEASE, count=2, shared=SERVER_NONCE),
+    ),
+    (
+        "retrieve reply, one chunk in shared memory and one inline",
+        RetrieveReply(
+            count=2, starts=(0, 4), n_tokens=(4, 4), tensors=((META,), (OTHER,)), shared=(SharedRange(3, 9), None)
+        ),
+    ),
+    ("error of shared memory", ErrorReply(error=ErrorCode.UNSHARED, message="not the range", retriable=False)),
 ]
 
 

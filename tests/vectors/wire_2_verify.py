@@ -212,6 +212,11 @@ def check_message(case: dict[str, Any]) -> tuple[list[bytes], dict[str, Any]]:
     lists = body.get("tensors", [])
     count = len(body.get("n_tokens", []))
     per_chunk = lists * count if len(lists) == 1 else lists
+    ranges = body.get("shared")
+    if isinstance(ranges, list):  # what lies in shared memory travels in no frame
+        must(len(ranges) == count, "ranges")
+        must(all(one is None or (len(one) == 2 and one[1] >= 1) for one in ranges), "range")
+        per_chunk = [one for one, where in zip(per_chunk, ranges, strict=True) if where is None]
     sizes = []
     for dtype, shape in (meta for chunk in per_chunk for meta in chunk):
         size = SIZES.get(dtype, 1)
