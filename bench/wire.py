@@ -7,6 +7,9 @@ whatever it gets: what no protocol over these sockets can undercut. LMCache's re
 ``.venv-lmcache`` (``make interop`` builds it) in the same run; without it those rows are missing, and it is said so.
 What ends a session comes after the clock has stopped, for them as for us.
 
+Payload is measured twice: inline, against bare sockets whose server keeps what it gets and sends back what it kept, as
+a cache must; and through shared memory, against one copy of the same bytes in one process.
+
     cold         keys derived from the token list, then one lookup of all chunks
     incremental  256 tokens appended to a chain that holds the rest, then one lookup
 """
@@ -40,17 +43,26 @@ LOOKUP_CHUNKS = 64
 VALUE_BYTES = 1024
 TRANSFER_CHUNKS = 16
 TRANSFER_BYTES = 4 << 20
+TRANSFER_SPACE = KeySpace("bench/transfer", chunk_size=CHUNK, kv_dtype="bfloat16")
+AGAINST = {
+    "store inline": "bare sockets, kept",
+    "retrieve inline": "bare sockets, given back",
+    "store shared": "one memcpy",
+    "retrieve shared": "one memcpy",
+}
 ECHO = """
 import sys, zmq
-kept = {}
+kept = []
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 print("listening", flush=True)
 while True:
-    identity, first, *rest = router.recv_multipart(copy=False)
-    n_bytes, n_frames = (int(one) for one in first.bytes.split(b"x")) if first.bytes[:1].isdigit() else (0, 0)
-    payload = kept.setdefault((n_bytes, n_frames), [b"v" * n_bytes for _ in range(n_frames)]) if n_frames else []
-    router.send_multipart([identity, b"ok", *payload], copy=False)
+    identity, what, *rest = router.recv_multipart(copy=False)
+    if what.bytes == b"keep":
+        kept.append(rest)
+    elif what.bytes == b"forget":
+        kept.clear()
+    router.send_multipart([identity, b"ok", *(kept[-1] if what.bytes == b"give" else ())], copy=False)
 """
 
 
@@ -164,57 +176,98 @@ def _tensor(value: memoryview) -> Any:
     return np.frombuffer(value, dtype=np.uint8)
 
 
+class Transfers:
+    """Stores and retrieves of `TRANSFER_CHUNKS` chunks by one client, each timed; what was stored is cleared."""
+
+    def __init__(self, client: CacheClient, tensors: list[Any]) -> None:
+        self._client = client
+        self._tensors = tensors
+        self._rng = random.Random(20263)
+        self._fresh = iter(range(10**9))
+        self._lease = b""
+        self._delivered: Any = None
+
+    def store(self) -> float:
+        """Seconds of a store."""
+        session = f"t{next(self._fresh)}"
+        keys = chunk_keys(TRANSFER_SPACE, [self._rng.randrange(150_000) for _ in range(CHUNK * TRANSFER_CHUNKS)])
+        begin = time.perf_counter()
+        stored = self._client.store(session, keys, self._tensors)
+        taken = time.perf_counter() - begin
+        assert stored.stored == TRANSFER_CHUNKS, stored
+        found = self._client.lookup(session, keys)
+        assert found.lease is not None
+        self._lease = found.lease
+        return taken
+
+    def retrieve(self) -> float:
+        """Seconds of a retrieve; the chunks of the one before are given up first, as those of the memcpy are."""
+        self._delivered = None
+        begin = time.perf_counter()
+        self._delivered = self._client.retrieve(self._lease, TRANSFER_CHUNKS)
+        taken = time.perf_counter() - begin
+        assert len(self._delivered.chunks) == TRANSFER_CHUNKS, self._delivered.failure
+        for chunk, tensor in zip(self._delivered.chunks, self._tensors, strict=True):
+            assert chunk.tensors[0][-1] == tensor[-1]
+        self._client.release(self._lease)
+        self._client.clear("space")
+        return taken
+
+
 def transfer(address: str, echo_address: str, rounds: int) -> dict[str, float]:
-    """Seconds of storing and retrieving `TRANSFER_CHUNKS` chunks inline, and of bare sockets with the same frames."""
+    """Seconds of storing and retrieving inline and through shared memory, of bare sockets, and of one copy."""
     import numpy as np
 
-    space = KeySpace("bench/transfer", chunk_size=CHUNK, kv_dtype="bfloat16")
-    rng = random.Random(20263)
     tensors = [np.full(TRANSFER_BYTES, place, dtype=np.uint8) for place in range(TRANSFER_CHUNKS)]
     frames: list[Any] = [one.data for one in tensors]
     context = zmq.Context()
     echo = Echo(context, echo_address)
-    ask_for = f"{TRANSFER_BYTES}x{TRANSFER_CHUNKS}".encode()
-    with CacheClient(address, space, timeout=60) as client:
-        client.wait_ready()
-        fresh = iter(range(10**9))
-        lease = b""
+    copied: list[Any] = []
 
-        def store() -> float:
-            nonlocal lease
-            session = f"t{next(fresh)}"
-            keys = chunk_keys(space, [rng.randrange(150_000) for _ in range(CHUNK * TRANSFER_CHUNKS)])
-            begin = time.perf_counter()
-            stored = client.store(session, keys, tensors)
-            taken = time.perf_counter() - begin
-            assert stored.stored == TRANSFER_CHUNKS, stored
-            found = client.lookup(session, keys)
-            assert found.lease is not None
-            lease = found.lease
-            return taken
+    def bare_retrieve() -> float:
+        taken = timed(partial(echo.ask, [b"give"]))
+        echo.ask([b"forget"])
+        return taken
 
-        def retrieve() -> float:
-            begin = time.perf_counter()
-            delivered = client.retrieve(lease, TRANSFER_CHUNKS)
-            taken = time.perf_counter() - begin
-            assert len(delivered.chunks) == TRANSFER_CHUNKS, delivered.failure
-            client.release(lease)
-            client.clear("space")
-            return taken
+    def memcpy() -> None:
+        copied.clear()
+        copied.extend(one.copy() for one in tensors)
 
+    with (
+        CacheClient(address, TRANSFER_SPACE, timeout=60, shared_memory=0) as inline,
+        CacheClient(address, TRANSFER_SPACE, timeout=60) as sharer,
+    ):
+        inline.wait_ready()
+        wait_shared(sharer)
+        ours, shared = Transfers(inline, tensors), Transfers(sharer, tensors)
         figures = medians(
             {
-                "bare sockets, to the server": lambda: timed(partial(echo.ask, [b"x", *frames])),
-                "store": store,
-                "bare sockets, from the server": lambda: timed(partial(echo.ask, [ask_for])),
-                "retrieve": retrieve,
-                "one memcpy": lambda: timed(lambda: [one.copy() for one in tensors]),
+                "bare sockets, kept": lambda: timed(partial(echo.ask, [b"keep", *frames])),
+                "bare sockets, given back": bare_retrieve,
+                "store inline": ours.store,
+                "retrieve inline": ours.retrieve,
+                "one memcpy": lambda: timed(memcpy),
+                "store shared": shared.store,
+                "retrieve shared": shared.retrieve,
             },
             rounds,
         )
+        assert sharer.sharing is not None
+        counters = sharer.sharing.counters
+        assert (counters.no_room, counters.stale) == (0, 0), counters
     echo.close()
     context.term()
     return figures
+
+
+def wait_shared(client: CacheClient) -> None:
+    """Until a client shares memory with its server; nothing but time tells that it does."""
+    client.wait_ready()
+    ends = time.monotonic() + 10
+    while client.sharing is None or client.sharing.reader is None:
+        if client.sharing is None or time.monotonic() > ends:
+            raise SystemExit("shared memory cannot be had here")
+        time.sleep(0.001)
 
 
 def throughput(run: Callable[[int], Callable[[], None]], clients: int, seconds: float) -> float:
@@ -330,12 +383,12 @@ def main(
     console.print(table)
     n_bytes = TRANSFER_CHUNKS * TRANSFER_BYTES
     table = Table(
-        "inline transfer", "ms", "GB/s", "x bare", title=f"{TRANSFER_CHUNKS} chunks of {TRANSFER_BYTES >> 20} MiB"
+        "payload", "ms", "GB/s", "ratio", "to", title=f"{TRANSFER_CHUNKS} chunks of {TRANSFER_BYTES >> 20} MiB"
     )
     for name, taken in transfers.items():
-        bare = transfers["bare sockets, from the server" if name == "retrieve" else "bare sockets, to the server"]
-        ratio = f"{taken / bare:.2f}" if name in {"store", "retrieve"} else ""
-        table.add_row(name, f"{taken * 1e3:.1f}", f"{n_bytes / taken / 1e9:.2f}", ratio)
+        floor = AGAINST.get(name, "")
+        ratio = f"{taken / transfers[floor]:.2f}" if floor else ""
+        table.add_row(name, f"{taken * 1e3:.1f}", f"{n_bytes / taken / 1e9:.2f}", ratio, floor)
     console.print(table)
 
 
