@@ -177,7 +177,8 @@ def main(
         folder = Path(name)
         parties: V1Parties = Released(folder) if released else StandIns()
         stack.callback(parties.close)
-        stdout.print(f"v1: {parties.name}", highlight=False)
+        why = "" if installed else "LMCache's environment is absent (`make interop` builds it): "
+        stdout.print(f"v1: {why}{parties.name}", highlight=False, soft_wrap=True)
         fleets = {one: Fleet(parties, folder / one) for one in (ORDERS if order is Order.BOTH else [order])}
         for fleet in fleets.values():  # servers that take their time to start have begun to
             stack.callback(fleet.close)

@@ -98,7 +98,7 @@ def free_port() -> int:
 class StandIns:
     """v1 parties for a clone without LMCache's environment."""
 
-    name = "stand-ins that speak LMCache 0.5.6's frames; `make interop` builds the environment for LMCache itself"
+    name = "stand-ins that speak LMCache 0.5.6's frames"
 
     def start_server(self, port: int) -> V1Server:
         """A server in a thread."""

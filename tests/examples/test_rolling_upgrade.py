@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -35,12 +36,13 @@ def steps_shown(output: str) -> list[list[int]]:
     return [[int(number) for number in row] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "v1"),
     [
         ("servers-first", "stand-ins"),
         ("clients-first", "stand-ins"),
-        pytest.param("both", "lmcache", marks=[pytest.mark.interop, pytest.mark.slow, needs_lmcache]),
+        pytest.param("both", "lmcache", marks=[pytest.mark.interop, needs_lmcache]),
     ],
 )
 def test_a_fleet_is_upgraded_step_by_step_without_a_wrong_hit(order: str, v1: str) -> None:
@@ -75,3 +77,34 @@ def test_a_fleet_that_shows_nothing_does_not_pass(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fleet, "REQUESTS", fleet.prompts(1)[:2])
     (problem,) = two_steps(tmp_path)
     assert "not shown to work" in problem
+
+
+@pytest.mark.parametrize(("schema", "served", "outcome"), [(1, 2, "wrong"), (2, 1, "wrong"), (1, 1, ""), (2, 2, "")])
+def test_kv_of_the_other_schema_is_a_wrong_hit_for_either(schema: int, served: int, outcome: str) -> None:
+    """Negative control: the same prompt's KV, from an engine of the other version, is seen; its own is right."""
+    ledger = fleet.Ledger()
+
+    class Served:
+        """An engine whose cache answers with what an engine of some schema computed."""
+
+        speaks = "test"
+
+        def fetch(self, prompt: fleet.Prompt) -> list[float]:
+            return [ledger.number(served, prompt.truth(place)) for place in range(4)]
+
+        def store(self, prompt: fleet.Prompt, values: Sequence[float]) -> None:
+            raise AssertionError("nothing is missing")
+
+        def close(self) -> None:
+            pass
+
+    engine = type("Engine", (Served,), {"schema": schema})()
+    traffic = fleet.Traffic("engine", engine, ledger, seed=0)
+    try:
+        traffic.await_hits(30)
+        counts = traffic.take_counts()
+    finally:
+        traffic.stop()
+    assert (0, 0) == (counts.among_v1, counts.bypassed)
+    assert counts.hits == counts.requests > 0
+    assert counts.wrong == (counts.hits if outcome else 0)
