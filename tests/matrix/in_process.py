@@ -190,6 +190,7 @@ class OurClient:
         try:
             step = next(operation)
             while True:
+                assert isinstance(step, AwaitLimits | operations.Ask)  # the others are for shared memory
                 step = operation.send(self._limits() if isinstance(step, AwaitLimits) else self._ask(step))
         except StopIteration as done:
             result: R = done.value
