@@ -97,6 +97,7 @@ class V1Front:
         self._max_jobs = max_jobs
         self._max_pending = max_pending
         self._lookups = LookupTable()
+        self._asking: dict[tuple[bytes, str], list[tuple[bytes, V1Request]]] = {}
         self._workers = WorkerTable(chunk_size)
         self._clients = ClientTable()
         self._now = 0.0  # of the last call, for facts
@@ -187,10 +188,9 @@ class V1Front:
         arguments: tuple[Any, ...] = request.payloads
         match request.operation:
             case V1Operation.LOOKUP:
-                self._lookup(peer, arguments[0], now)
-                self._reply(peer, request, None)
+                self._lookup(peer, request, arguments[0], now)
             case V1Operation.QUERY_PREFETCH_STATUS | V1Operation.WAIT_PREFETCH_STATUS:
-                self._reply(peer, request, self._take_result(peer, arguments[0], now))
+                self._tell_result(peer, request, arguments[0], now)
             case V1Operation.PREPARE_RETRIEVE:
                 self._retrieve(peer, request, *arguments, now=now)
             case V1Operation.COMMIT_RETRIEVE:
@@ -245,10 +245,9 @@ class V1Front:
                 ", ".join(sorted(dtypes)),
             )
 
-    def _lookup(self, peer: bytes, key: V1Key, now: float) -> None:
-        before = self._lookups.pop(peer, key.request_id)
-        if before is not None:
-            self._give_back([before], now)
+    def _lookup(self, peer: bytes, request: V1Request, key: V1Key, now: float) -> None:
+        """Look up, after a remote tier was asked, for a bounded time; at once where there is none to ask."""
+        self._forget_lookup(peer, key.request_id, now)
         dtypes = self._workers.dtypes(key.model_name, key.world_size)
         if len(dtypes) != 1:
             raise V1RefusedError(
@@ -257,6 +256,34 @@ class V1Front:
             )
         root = self._root(key, dtypes[0])
         keys = self._hashes(key)
+        asking = self._cache.ask(root, keys, world=key.world_size, now=now)
+        place = (peer, key.request_id)
+        waiters = self._asking[place] = []
+
+        def asked(now: float) -> None:
+            if self._asking.get(place) is waiters:
+                del self._asking[place]
+            try:
+                asking.finish(now)
+                self._take_lease(peer, key, root, keys, now)
+                self._reply(peer, request, None)
+            finally:
+                for waiter, waiting in waiters:
+                    self._tell_result(waiter, waiting, key.request_id, now)
+
+        try:
+            self._run(peer, request, [asking], asked, now)
+        except V1RefusedError:
+            del self._asking[place]
+            raise
+
+    def _forget_lookup(self, peer: bytes, request_id: str, now: float) -> None:
+        before = self._lookups.pop(peer, request_id)
+        if before is not None:
+            self._give_back([before], now)
+
+    def _take_lease(self, peer: bytes, key: V1Key, root: bytes, keys: Sequence[bytes], now: float) -> None:
+        self._forget_lookup(peer, key.request_id, now)
         hit = self._cache.lookup(root, keys, world=key.world_size, owner=_OWNER, now=now)
         self._hits += hit.chunks
         lookup = V1Lookup(
@@ -271,6 +298,18 @@ class V1Front:
             now,
         )
         self._give_back(self._lookups.put(lookup), now)
+
+    def _tell_result(self, peer: bytes, request: V1Request, request_id: str, now: float) -> None:
+        """The result of a lookup. While that is under way: nil to who polls, and who waits is told afterwards."""
+        waiters = self._asking.get((peer, request_id))
+        if waiters is None and self._lookups.find(peer, request_id, now) is None:
+            waiters = next((one for (_, asked), one in self._asking.items() if asked == request_id), None)
+        if waiters is None:
+            self._reply(peer, request, self._take_result(peer, request_id, now))
+        elif request.operation is V1Operation.WAIT_PREFETCH_STATUS:
+            waiters.append((peer, request))
+        else:
+            self._reply(peer, request, None)
 
     def _take_result(self, peer: bytes, request_id: str, now: float) -> int:
         """Hit chunks of a lookup, told once; 0 for one that is not known, as LMCache says."""

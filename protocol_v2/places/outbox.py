@@ -56,7 +56,7 @@ class _Entry(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What became of an entry; no entry: a thread has ended."""
+    """What became of an entry. Without one: an attempt that failed and is made again, or, no error, a thread's end."""
 
     entry: _Entry | None
     error: TierError | None
@@ -123,11 +123,14 @@ class Outbox:
             self._executor.submit(self._run)
 
     def collect(self) -> Iterator[tuple[StoredObject | None, TierError | None]]:
-        """What became of each entry since the last call: the object (None: a description), and why it was not taken."""
+        """What came of each attempt since the last call: the object, if it is done with and is one; why it failed."""
         while self._reports:
             entry, error = self._reports.popleft()
             if entry is None:
-                self._senders -= 1
+                if error is None:
+                    self._senders -= 1
+                else:
+                    yield None, error
                 continue
             self._leave(entry)
             item = entry.item
@@ -204,3 +207,4 @@ class Outbox:
                 self._reports.append(_Report(entry, error))
             else:
                 self._queue.appendleft(entry._replace(attempts=entry.attempts + 1))
+                self._reports.append(_Report(None, error))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 from compat.v1.front import V1Front
@@ -10,6 +11,7 @@ from compat.v1.pickled_tensors import PickledTensor, read_tensors, write_tensors
 from compat.v1.wire import decode_answer, encode_request
 from protocol_v2.cache import ChunkCache
 from protocol_v2.tiers import DiskTier
+from protocol_v2.tiers.remote import RemoteTier
 from tests.protocol_v2.service_harness import MEMORY, Harness
 
 CHUNK = 4
@@ -24,12 +26,20 @@ class FrontHarness(Harness):
 
     front: V1Front
 
-    def __init__(self, *, memory: int = MEMORY, disk: DiskTier | None = None, **front: Any) -> None:
+    def __init__(
+        self,
+        *,
+        memory: int = MEMORY,
+        disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
+        remote_executor: Executor | None = None,
+        **front: Any,
+    ) -> None:
         def make(cache: ChunkCache) -> V1Front:
             self.front = V1Front(cache, chunk_size=CHUNK, **front)
             return self.front
 
-        super().__init__(memory=memory, disk=disk, front=make)
+        super().__init__(memory=memory, disk=disk, remote=remote, remote_executor=remote_executor, front=make)
 
     def v1_client(self, *, model: str = "org/m", world: int = 1, dtype: str = "float16") -> "V1Client":
         """A client with a socket of its own, whose workers are registered."""

@@ -22,7 +22,10 @@ from protocol_v2.tiers import DiskTier
 from protocol_v2.wire_keys import Shard
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from protocol_v2.jobs import Job
+    from protocol_v2.tiers.remote import RemoteTier
 
 SPACE = KeySpace("org/m", chunk_size=4, kv_dtype="bfloat16")
 MEMORY = 1 << 20
@@ -37,6 +40,8 @@ class Harness:
         *,
         memory: int = MEMORY,
         disk: DiskTier | None = None,
+        remote: "RemoteTier | None" = None,
+        remote_executor: "Executor | None" = None,
         limits: Limits | None = None,
         expected: tuple[KeySpace, ...] = (),
         boot: bytes = b"s" * 16,
@@ -45,7 +50,7 @@ class Harness:
         sharing: Sharing | None = None,
     ) -> None:
         self.now = 1000.0
-        cache = ChunkCache(memory, disk)
+        cache = ChunkCache(memory, disk, remote, remote_executor=remote_executor)
         cache.load()
         terms = ServerTerms(boot_id=boot, limits=limits or Limits(), expected_spaces=expected, software="test")
         made = front(cache) if callable(front) else front

@@ -16,7 +16,10 @@ from protocol_v2.tiers import DiskTier, Fsync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor
 
+    from protocol_v2.places.remote import RemoteLimits
+    from protocol_v2.tiers.remote import RemoteTier
     from protocol_v2.work import Task
 
 T = TypeVar("T")
@@ -77,17 +80,31 @@ def open_disk(folder: Path, *, budget: int = 2**30, fsync: Fsync = Fsync.RENAME_
 
 
 def open_cache(
-    folder: Path | None, *, memory: int = 2**30, disk: int = 2**30, ticks: Iterator[int] | None = None, **limits: Any
+    folder: Path | None,
+    *,
+    memory: int = 2**30,
+    disk: int = 2**30,
+    ticks: Iterator[int] | None = None,
+    remote: RemoteTier | None = None,
+    remote_limits: RemoteLimits | None = None,
+    remote_executor: Executor | None = None,
+    **limits: Any,
 ) -> ChunkCache:
     """A loaded cache; without a folder in memory alone. With `ticks` its clock and lease ids are counted."""
-    if ticks is None:
-        tier = None if folder is None else open_disk(folder, budget=disk)
-        cache = ChunkCache(memory, tier, limits=CacheLimits(**limits))
-    else:
-        tier = None if folder is None else open_disk(folder, budget=disk, clock=ticks.__next__)
-        cache = ChunkCache(
-            memory, tier, limits=CacheLimits(**limits), new_lease_id=lambda: next(ticks).to_bytes(16, "big")
-        )
+    counted: dict[str, Any] = {}
+    clocked: dict[str, Any] = {}
+    if ticks is not None:
+        counted = {"new_lease_id": lambda: next(ticks).to_bytes(16, "big")}
+        clocked = {"clock": ticks.__next__}
+    cache = ChunkCache(
+        memory,
+        None if folder is None else open_disk(folder, budget=disk, **clocked),
+        remote,
+        limits=CacheLimits(**limits),
+        remote_limits=remote_limits,
+        remote_executor=remote_executor,
+        **counted,
+    )
     cache.load()
     return cache
 
