@@ -31,7 +31,6 @@ from protocol_v2.sharing import Sharing
 from protocol_v2.tiers import DiskTier, Fsync, TierError
 from protocol_v2.tiers.descriptions import described_spaces
 from protocol_v2.tiers.remote import RemoteTier
-from protocol_v2.tiers.remote_url import open_remote
 
 BOOT_ID_BYTES = 16
 
@@ -157,6 +156,8 @@ def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCach
 
 def _opened_remote(url: str, timeout: float) -> RemoteTier:
     """The remote tier. One that does not answer is told and keeps nobody from starting: it may come."""
+    from protocol_v2.tiers.remote_url import open_remote  # with redis-py, which servers without it need not load
+
     remote = open_remote(url, timeout=timeout)
     try:
         remote.ping()

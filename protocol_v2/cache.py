@@ -218,10 +218,10 @@ class ChunkCache:
         Raises:
             StorageValueError: as `lookup`.
         """
+        if self._remote is None:  # the lookup checks its arguments itself
+            return immediate(None)
         self._expire(now)
         self._check_lookup(root, keys, world, groups)
-        if self._remote is None:
-            return immediate(None)
         return self._remote.ask(root, keys[len(self._leading(root, keys, world, groups)) :], world, groups, now)
 
     def lookup(

@@ -8,6 +8,7 @@ from keying import CacheSalt, KeySpace, chunk_keys
 from protocol_v2.codes import MissReason
 from protocol_v2.identity import keys_of_digests
 from protocol_v2.messages import LookupRequest, PingReply, PingRequest, PrefetchRequest
+from protocol_v2.metrics import StatusCollector
 from tests.protocol_v2.service_harness import SPACE, Client, Harness
 from tests.protocol_v2.shared_stores import FaultyStore, LaterExecutor, remote_tier
 
@@ -53,6 +54,19 @@ def test_a_prefetch_asks_and_pulls(fleet: Fleet) -> None:
     fleet.store.go_away()
     assert (0, 4) == ((again := fleet.reader.ask(message)).accepted, again.resident)
     assert VALUES == fleet.reader.retrieve(fleet.reader.lookup(KEYS).lease, 4)
+
+
+def test_a_scraper_sees_the_remote_tier(fleet: Fleet) -> None:
+    """Counters grow, gauges say how it is; texts such as the address are for the status alone."""
+    fleet.reader.lookup(KEYS)
+    families = {one.name: one for one in StatusCollector(lambda: fleet.second.service.status(0.0)).collect()}
+    kinds = {name: families[f"extra_keys_remote_{name}"].type for name in ("asked", "up", "queued", "written_bytes")}
+    assert {"asked": "counter", "up": "gauge", "queued": "gauge", "written_bytes": "counter"} == kinds
+    assert [(4.0,), (1.0,)] == [
+        tuple(sample.value for sample in families[f"extra_keys_remote_{name}"].samples) for name in ("asked", "up")
+    ]
+    assert "extra_keys_remote_address" not in families
+    assert "memory://" == fleet.second.fact("remote.address")
 
 
 def begin_lookup(fleet: Fleet, client: Client) -> int:
