@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Final
 
 from protocol_v2.errors import ProtocolError, UnsharedError
 from protocol_v2.messages import AttachReply, AttachRequest, SharedRange
-from protocol_v2.shared_memory import RangeName, Segment, SegmentName, SegmentReader, copy_into, private_pool
+from protocol_v2.shared_memory import Copier, RangeName, Segment, SegmentName, SegmentReader, copy_into, private_pool
 from protocol_v2.stored_messages import metas_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 16 << 20
 """Bytes of one store request: while the server copies one, the next is copied here."""
+
+BATCHES: Final = 3
+"""Store requests of one call that are under way at a time."""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,7 @@ class ClientSharing:
     def __init__(self, nbytes: int) -> None:
         self._segment = Segment(nbytes)
         self._received = private_pool(nbytes)
+        self._copier = Copier()
         self.reader: SegmentReader | None = None
         self.failure: ProtocolError | None = None
         self.counters = ClientSharingCounters()
@@ -136,6 +141,8 @@ class ClientSharing:
         if self.reader is None:
             return None
         views = []
+        copies = []
+        total = 0
         for frames in chunks:
             view = self._segment.find(frames)
             if view is not None:
@@ -147,8 +154,10 @@ class ClientSharing:
             if view is None:
                 self.counters.no_room += 1
                 return None
-            copy_into(view, frames)
+            copies.append(partial(copy_into, view, frames))
+            total += nbytes
             views.append(view)
+        self._copier.run(copies, total)
         self.counters.stored += len(views)
         return Staged(self._segment, views)
 
@@ -168,6 +177,7 @@ class ClientSharing:
         """
         inline = iter(payload)
         chunks: list[Sequence[Frame]] = []
+        copies: dict[int, tuple[RangeName, memoryview]] = {}
         for place, (where, nbytes) in enumerate(zip(reply.ranges, reply.chunk_sizes(), strict=True)):
             metas = metas_of(reply.tensors, place)
             if where is None:
@@ -176,24 +186,28 @@ class ClientSharing:
             view = self._received.take(nbytes)
             if view is None:
                 view = memoryview(bytearray(nbytes))
-            if not self._read(reader, RangeName(where.granule, where.generation), view):
-                break
-            frames, at = [], 0
-            for meta in metas:
-                frames.append(view[at : at + meta.nbytes])
-                at += meta.nbytes
-            chunks.append(frames)
-        return chunks
+            copies[place] = RangeName(where.granule, where.generation), view
+            ends = list(accumulate(meta.nbytes for meta in metas))
+            chunks.append([view[end - meta.nbytes : end] for meta, end in zip(metas, ends, strict=True)])
+        reads = [partial(_read, reader, name, view) for name, view in copies.values()]
+        whole = self._copier.run(reads, reply.shared_bytes())
+        self.counters.retrieved += sum(whole)
+        self.counters.stale += len(whole) - sum(whole)
+        changed = [place for place, kept in zip(copies, whole, strict=True) if not kept]
+        return chunks[: changed[0]] if changed else chunks
 
-    def _read(self, reader: SegmentReader, name: RangeName, view: memoryview) -> bool:
-        try:
-            whole = reader.read(name, view)
-        except UnsharedError as error:
-            log.warning("a retrieve through shared memory failed: %s", error)
-            whole = False
-        self.counters.retrieved += whole
-        self.counters.stale += not whole
-        return whole
+    def close(self) -> None:
+        """No session will come any more."""
+        self.detach()
+        self._copier.close()
+
+
+def _read(reader: SegmentReader, name: RangeName, view: memoryview) -> bool:
+    try:
+        return reader.read(name, view)
+    except UnsharedError as error:
+        log.warning("a retrieve through shared memory failed: %s", error)
+        return False
 
 
 def make_sharing(nbytes: int) -> ClientSharing | None:

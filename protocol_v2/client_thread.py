@@ -224,6 +224,8 @@ class ClientThread:
             with self._lock:
                 self._ended = True
             self._end_rest()
+            if self._sharing is not None:
+                self._sharing.close()
             self._context.destroy(linger=0)
             self._wake_in.close()
             self._wake_out.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from msgspec import UNSET
 
 from keying import ChunkKey
-from protocol_v2.client_sharing import BATCH_BYTES
+from protocol_v2.client_sharing import BATCH_BYTES, BATCHES
 from protocol_v2.codes import ErrorCode, MissReason, miss_reason
 from protocol_v2.errors import (
     ClientClosedError,
@@ -301,7 +301,7 @@ def store(
 ) -> Operation[StoreResult]:
     """Store one shard's tensors of the chunks [first, first + len(tensors)), in as many requests as the limits want.
 
-    Through shared memory two requests are under way: while the server copies one, the next is copied here.
+    Through shared memory several requests are under way: while the server copies one, the next is copied here.
     """
     make = partial(StoreRequest, session=session, keys=as_keys(keys), shard=shard)
     chunks = [_as_chunk(one) for one in tensors]
@@ -324,7 +324,7 @@ def store(
             if sharing is not None:
                 yield from part.begin(sharing, chunks[begin:end])
             parts.append(part)
-            while parts and (parts[0].begun is None or len(parts) > 1):
+            while parts and (parts[0].begun is None or len(parts) >= BATCHES):
                 reply = _reply((yield from parts[0].end()), StoreReply)
                 parts.popleft()
                 if isinstance(reply, ProtocolError):

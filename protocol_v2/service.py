@@ -268,6 +268,8 @@ class CacheService:
             self.finish(job, now)
         if self._news is not None:
             self._news.flush()
+        if self._sharing is not None:
+            self._sharing.close()
         closing = self._cache.close(now)
         closing.run()
         closing.finish(now)

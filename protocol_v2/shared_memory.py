@@ -11,11 +11,11 @@ processes of one user on one host alone, and when both are dead, however they di
 A range is named by its first granule and its generation. Generations begin at a random number and never come twice.
 Before the bytes of a range may change, its owner sets the generation to 0; the reader copies first and looks at the
 generation afterwards: is it still the one that was announced, then every byte belonged to the range. So a reader that
-was stopped for an hour between message and copy finds out. (x86 keeps the order of these accesses by itself; elsewhere
-the system calls and locks between them do.)
+was stopped for an hour between message and copy finds out. (Locks taken in between keep the accesses in order.)
 
-The reader never maps the bytes, it reads them with `preadv`: without the interpreter's lock, and a file that is not
-what was announced is an error and no signal. This module is the only one that maps memory.
+The seals make it safe to map a peer's segment: it cannot get shorter under the reader, and a page that is there stays.
+A range with pages that are not there is refused: to read them would make them, at the reader's cost. This module is the
+only one that maps memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ import struct
 import threading
 import weakref
 from collections import deque
-from ctypes import addressof, c_ubyte
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, byref, c_int, c_ssize_t, c_ubyte, c_void_p, memmove, py_object, pythonapi
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from protocol_v2.errors import UnsharedError
 from protocol_v2.ranges import Ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from protocol_v2.frames import Frame
 
@@ -46,6 +47,10 @@ GRANULE: Final = 4096
 NONCE_BYTES: Final = 32
 _HEAD: Final = struct.Struct("<8sQ32s")
 _WORD_BYTES: Final = 8
+SPLIT_BYTES: Final = 4 << 20
+"""Bytes from which on a second thread is worth its waking."""
+
+T = TypeVar("T")
 _ADD_SEALS: Final = 1033
 _GET_SEALS: Final = 1034
 _SEALS: Final = 0x02 | 0x04 | 0x10
@@ -94,7 +99,7 @@ class Pool:
         self.size = granules * GRANULE
         self._places: dict[int, int] = {}
         self._blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._address = addressof(c_ubyte.from_buffer(memory)) + begin
+        self._address = _address_of(memory) + begin
         self._freed: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
@@ -132,7 +137,7 @@ class Pool:
             return None
         stop = begin
         for frame in frames:
-            if memoryview(frame).nbytes and _address_of(frame) != stop:
+            if memoryview(frame).nbytes and (memoryview(frame).readonly or _address_of(frame) != stop):
                 return None
             stop += memoryview(frame).nbytes
         view = memoryview(block).cast("B")
@@ -216,7 +221,8 @@ class Segment(Pool):
         """What was announced is not valid any more: who reads it from now on, or is reading it, finds out."""
         first = self.place(view)
         if first is not None:
-            self._generations[first] = 0
+            with self._lock:
+                self._generations[first] = 0
 
     def _given_back(self, first: int) -> None:
         self._generations[first] = 0
@@ -240,8 +246,12 @@ class SegmentReader:
         weakref.finalize(self, os.close, self._fd).atexit = False
         if _HEAD.unpack(_read(self._fd, _HEAD.size, 0)) != (MAGIC, granules, name.nonce):
             raise UnsharedError("shared memory: it is not the segment that was announced")
-        table = mmap.mmap(self._fd, self._begin, mmap.MAP_SHARED, mmap.PROT_READ)  # cannot shrink: it is sealed
-        self._generations = memoryview(table)[GRANULE : GRANULE + granules * _WORD_BYTES].cast("Q")
+        try:
+            self._memory = mmap.mmap(self._fd, self._begin + name.size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise UnsharedError(f"shared memory: {name.size} bytes cannot be mapped: {error}") from None
+        self._address = _address_of(self._memory) + self._begin
+        self._generations = memoryview(self._memory)[GRANULE : GRANULE + granules * _WORD_BYTES].cast("Q")
 
     def check(self, name: RangeName, nbytes: int) -> None:
         """Whether a range of so many bytes can be there.
@@ -266,40 +276,98 @@ class SegmentReader:
             UnsharedError: it reaches out of the segment, or cannot be read.
         """
         self.check(name, into.nbytes)
-        at, done = self._begin + name.granule * GRANULE, 0
-        while done < into.nbytes:
-            try:
-                got = os.preadv(self._fd, [into[done:]], at + done)
-            except OSError as error:
-                raise UnsharedError(f"shared memory: cannot be read: {error.strerror}") from None
-            if not got:
-                raise UnsharedError("shared memory: ends early")
-            done += got
+        at = name.granule * GRANULE
+        try:
+            hole = os.lseek(self._fd, self._begin + at, os.SEEK_HOLE)
+        except OSError as error:
+            raise UnsharedError(f"shared memory: cannot be read: {error.strerror}") from None
+        if hole < self._begin + at + into.nbytes:
+            raise UnsharedError("shared memory: a range that was never written to")
+        memmove(_address_of(into), self._address + at, into.nbytes)
         return self._generations[name.granule] == name.generation
 
 
+class Copier:
+    """Copies in the calling thread and in one more: one core does not fill the memory's bandwidth. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="extra-keys-copy")
+
+    def run(self, copies: Sequence[Callable[[], T]], nbytes: int) -> list[T]:
+        """Do all of them, `nbytes` together; what they give, in order.
+
+        Raises:
+            whatever the first of them raised, when none is running any more.
+        """
+        if len(copies) < 2 or nbytes < SPLIT_BYTES:
+            return [copy() for copy in copies]
+        waiting = deque(enumerate(copies))
+        done: dict[int, T] = {}
+
+        def work() -> None:
+            while waiting:
+                try:
+                    place, copy = waiting.popleft()
+                except IndexError:  # the other one was quicker
+                    return
+                done[place] = copy()
+
+        try:
+            helping = self._helper.submit(work)
+        except RuntimeError:  # closed meanwhile
+            work()
+        else:
+            try:
+                work()
+            finally:
+                waiting.clear()
+                if not helping.cancel():
+                    helping.result()
+        return [done[place] for place in range(len(copies))]
+
+    def close(self) -> None:
+        """The other thread ends; copies go on without it."""
+        self._helper.shutdown(wait=False)
+
+
 def copy_into(into: memoryview, frames: Sequence[Frame]) -> None:
-    """Copy frames one after the other; where numpy is there, without the interpreter's lock."""
+    """Copy frames one after the other, without the interpreter's lock."""
     at = 0
     for frame in frames:
         nbytes = memoryview(frame).nbytes
-        _copy(into[at : at + nbytes], frame)
+        if at + nbytes > into.nbytes:
+            raise UnsharedError(f"got more than the {into.nbytes} bytes that there is room for")
+        if nbytes:
+            memmove(_address_of(into) + at, _address_of(frame), nbytes)
         at += nbytes
 
 
-def _copy(into: memoryview, source: Frame) -> None:
+class _Buffer(Structure):
+    """`Py_buffer`, which says where an object's bytes are, read-only or not."""
+
+    _fields_ = (
+        ("buf", c_void_p),
+        ("obj", py_object),
+        ("len", c_ssize_t),
+        ("itemsize", c_ssize_t),
+        ("readonly", c_int),
+        ("ndim", c_int),
+        ("format", c_void_p),
+        ("shape", c_void_p),
+        ("strides", c_void_p),
+        ("suboffsets", c_void_p),
+        ("internal", c_void_p),
+    )
+
+
+def _address_of(memory: Frame | mmap.mmap) -> int:
+    """Where contiguous bytes are, for as long as the object is there."""
+    found = _Buffer()
+    pythonapi.PyObject_GetBuffer(py_object(memory), byref(found), 0)
     try:
-        import numpy as np  # noqa: PLC0415  (optional: who has tensors has it)
-    except ImportError:
-        into[:] = source
-    else:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _address_of(frame: Frame) -> int:
-    """Where writable memory is; -1 for what is read-only or empty, which is never a range of ours to write to."""
-    view = memoryview(frame)
-    return -1 if view.readonly or not view.nbytes else addressof(c_ubyte.from_buffer(view))
+        return found.buf or 0
+    finally:
+        pythonapi.PyBuffer_Release(byref(found))
 
 
 def _prefer_huge_pages(memory: mmap.mmap) -> None:

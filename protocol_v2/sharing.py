@@ -13,12 +13,13 @@ that is being sent. Belongs to the loop.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import RemoteProtocolError, UnsharedError
 from protocol_v2.messages import AttachReply, SharedRange
-from protocol_v2.shared_memory import RangeName, Segment, SegmentName, SegmentReader, copy_into
+from protocol_v2.shared_memory import Copier, RangeName, Segment, SegmentName, SegmentReader, copy_into
 from protocol_v2.storage import stored_object
 from protocol_v2.work import Done, Ran, Task, blocking, immediate
 
@@ -71,6 +72,7 @@ class Sharing:
     def __init__(self, nbytes: int) -> None:
         self._segment = Segment(nbytes)
         self._readers: dict[Hashable, SegmentReader] = {}
+        self._copier = Copier()
         self.counters = SharingCounters()
 
     def attach(self, owner: Hashable, message: AttachRequest) -> AttachReply:
@@ -95,6 +97,11 @@ class Sharing:
         """A session has ended."""
         self._readers.pop(owner, None)
 
+    def close(self) -> None:
+        """No session will come any more."""
+        self._readers.clear()
+        self._copier.close()
+
     def copy_in(self, owner: Hashable, message: StoreRequest, sizes: Sequence[int]) -> Task[list[memoryview]]:
         """Copy what a store names into memory of this process: one buffer for each chunk, read-only from now on.
 
@@ -118,9 +125,9 @@ class Sharing:
         views = [self._take(nbytes) for nbytes in sizes]
 
         def work() -> None:
-            for name, view in zip(names, views, strict=True):
-                if not reader.read(name, view):
-                    raise UnsharedError("a range of shared memory is not the one that was announced")
+            reads = [partial(reader.read, name, view) for name, view in zip(names, views, strict=True)]
+            if not all(self._copier.run(reads, sum(sizes))):
+                raise UnsharedError("a range of shared memory is not the one that was announced")
 
         def settle(ran: Ran[None], _now: float) -> list[memoryview]:
             if not isinstance(ran, Done):
@@ -149,8 +156,8 @@ class Sharing:
             return immediate([])
 
         def work() -> None:
-            for obj, view in moving:
-                copy_into(view, obj.buffers)
+            copies = [partial(copy_into, view, obj.buffers) for obj, view in moving]
+            self._copier.run(copies, sum(view.nbytes for _, view in moving))
 
         def settle(ran: Ran[None], _now: float) -> list[tuple[StoredObject, StoredObject]]:
             if not isinstance(ran, Done):

@@ -7,13 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol_v2.errors import UnsharedError
-from protocol_v2.shared_memory import GRANULE, RangeName, Segment, SegmentName, SegmentReader, copy_into, private_pool
+from protocol_v2.shared_memory import (
+    GRANULE,
+    SPLIT_BYTES,
+    Copier,
+    RangeName,
+    Segment,
+    SegmentName,
+    SegmentReader,
+    copy_into,
+    private_pool,
+)
 
 SIZE = 16 * GRANULE
 
@@ -181,10 +192,53 @@ def test_nobody_else_can_write_or_shorten_it() -> None:
 def test_a_range_outside_is_an_error(name: RangeName) -> None:
     """Where the bytes wanted are not all in the segment nothing is read; at its very end they are."""
     segment = Segment(SIZE)
+    whole = segment.take(SIZE)
+    assert whole is not None
+    whole[:] = bytes(SIZE)
     reader = SegmentReader(segment.name)
     with pytest.raises(UnsharedError, match="reach out"):
         reader.read(name, memoryview(bytearray(GRANULE + 1)))
     assert not reader.read(RangeName(15, 1), memoryview(bytearray(GRANULE)))
+
+
+def test_a_hole_is_not_read() -> None:
+    """A range that was never written to is an error, so that reading costs no memory; once written, it is read."""
+    segment = Segment(SIZE)
+    reader = SegmentReader(segment.name)
+    view = segment.take(3 * GRANULE)
+    assert view is not None
+    view[: 2 * GRANULE] = bytes(2 * GRANULE)
+    name = segment.announce(view)
+    assert name is not None
+    before = os.fstat(segment.name.fd).st_blocks
+    with pytest.raises(UnsharedError, match="never written"):
+        reader.read(name, memoryview(bytearray(3 * GRANULE)))
+    assert before == os.fstat(segment.name.fd).st_blocks
+    view[-1] = 1
+    assert reader.read(name, memoryview(bytearray(3 * GRANULE)))
+
+
+def test_a_copier_does_everything_once_and_in_order() -> None:
+    """With its other thread, without it, and after it was closed; what one copy raises is raised when none runs."""
+    copier = Copier()
+    calls: list[int] = []
+
+    def copy(number: int) -> int:
+        calls.append(number)
+        if number == 13:
+            raise UnsharedError("thirteen")
+        return number * 2
+
+    copies = [partial(copy, number) for number in range(12)]
+    for nbytes in (1, SPLIT_BYTES):
+        calls.clear()
+        assert [number * 2 for number in range(12)] == copier.run(copies, nbytes)
+        assert list(range(12)) == sorted(calls)
+    for number in range(20):
+        with pytest.raises(UnsharedError, match="thirteen"):
+            copier.run([*copies[:number], partial(copy, 13), *copies[number:]], SPLIT_BYTES)
+    copier.close()
+    assert [0, 2] == copier.run(copies[:2], SPLIT_BYTES)
 
 
 def test_memory_and_descriptors_come_back() -> None:
