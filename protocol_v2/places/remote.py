@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 A lookup uses what is known of the store (`knowledge`) and never waits here. Before it, `ask` plans a question about the
 chunks that the lookup would miss: it goes out in batches, stops at the first chunk that is not whole, and whoever wants
-the answer waits for it `wait_seconds` at most. What comes later than that is there for the next lookup.
+the answer waits for it `wait_seconds` at most. What comes later than that is there for the next lookup. Where answers
+are late time and again nobody waits any more, until one comes in time: a slow store costs hits, not threads.
 
 What is stored here is sent on behind the acknowledgement (`outbox`).
 
@@ -21,7 +22,7 @@ import logging
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from protocol_v2.outcomes import RemoteStatus
 from protocol_v2.places.base import Forgotten, Read
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+PATIENCE: Final = 4
+"""Late answers in a row after which lookups ask without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +93,24 @@ class _Doubtful(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """Chunks, first to last; the epoch that the answer belongs to."""
+    """Chunks, first to last; the epoch that the answer belongs to; until when somebody waits for it."""
 
     world: int
     groups: int
     chunks: Sequence[_Doubtful]
     epoch: int
+    deadline: float
 
 
 class _Answer(NamedTuple):
-    """What is there of chunks, in order: bytes of each shard. All but the last are whole; the last may be."""
+    """What is there of chunks, in order: bytes of each shard. All but the last are whole; the last may be.
+
+    `in_time` says whether it came while somebody waited: of a long question at least a part may.
+    """
 
     question: _Question
     chunks: Sequence[tuple[_Doubtful, Sequence[int | None]]]
+    in_time: bool
 
 
 class _Ended(NamedTuple):
@@ -157,6 +166,7 @@ class RemotePlace:
         self._away = False
         self._now = 0.0
         self._questions = 0
+        self._late_in_a_row = 0
         self._next_probe = 0.0
         self._last_error: str | None = None
         self._asked = self._there = self._late = self._skipped = self._read = self._read_bytes = 0
@@ -205,10 +215,15 @@ class RemotePlace:
         chunks = [self._doubtful((root, key), shards) for key in keys[:most]]
         deadline = self._clock() + self._limits.wait_seconds
         self._questions += 1
-        future = self._executor.submit(self._put_question, _Question(world, groups, chunks, self._epoch))
+        future = self._executor.submit(self._put_question, _Question(world, groups, chunks, self._epoch, deadline))
+        if self._late_in_a_row >= PATIENCE:
+            self._late += 1
+            return immediate(None)
 
         def settle(_ran: Ran[None], now: float) -> None:
-            self._late += not future.done()
+            if not future.done():
+                self._late += 1
+                self._late_in_a_row += 1
             self.collect(now)
 
         return blocking(lambda: _wait_for(future, deadline - self._clock()), settle)
@@ -373,7 +388,7 @@ class RemotePlace:
                     whole = None not in found
                     if not whole:
                         break
-                self._news.append(_Answer(question, answered))
+                self._news.append(_Answer(question, answered, self._clock() <= question.deadline))
                 if not whole:
                     return
         except TierError as error:
@@ -400,7 +415,9 @@ class RemotePlace:
 
     def _take(self, news: _Answer | _Ended | _Got | _Failed) -> None:
         match news:
-            case _Answer(question, chunks):
+            case _Answer(question, chunks, in_time):
+                if in_time:
+                    self._late_in_a_row = 0
                 for one, sizes in chunks:
                     self._take_answer(question, one, sizes)
             case _Ended():

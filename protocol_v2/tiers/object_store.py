@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from protocol_v2.tiers.base import TierError, TierIOError, TierReadOnlyError
@@ -58,10 +58,11 @@ class ObjectStore:
         return list(self._threads.map(self._read, names))
 
     def write(self, name: str, parts: Sequence[bytes | memoryview], *, once: bool = False) -> None:
-        """Put an object, by one request."""
-        mode: Literal["create", "overwrite"] = "create" if once else "overwrite"
-        with _typed("write an object"), contextlib.suppress(AlreadyExistsError):
-            obstore.put(self._bucket, name, b"".join(parts), mode=mode, use_multipart=False)
+        """Put an object, by one request; once: after a look, as not every bucket knows conditional puts."""
+        if once and self._size(name) is not None:
+            return
+        with _typed("write an object"):
+            obstore.put(self._bucket, name, b"".join(parts), use_multipart=False)
 
     def move(self, name: str, target: str, content: bytes | memoryview) -> None:
         """Rename an object that still has this content; buckets do it by a copy and a delete, not atomically."""

@@ -12,7 +12,7 @@ from keying import KeySpace
 from protocol_v2.cache import ChunkCache
 from protocol_v2.codes import MissReason
 from protocol_v2.outcomes import Hit, RemoteStatus, Retrieved, StoreOutcome
-from protocol_v2.places.remote import RemoteLimits
+from protocol_v2.places.remote import PATIENCE, RemoteLimits
 from protocol_v2.storage import ObjectId, Shard, StorageValueError
 from protocol_v2.storage.names import description_name
 from protocol_v2.storage.objects import OBJECT_OVERHEAD
@@ -207,6 +207,27 @@ def test_a_lookup_that_waited_too_long_for_its_turn_does_not_wait_more(store: Fa
     server.now += 3600.0
     run(asking, server.now)  # would hang if it waited
     assert 1 == server.status.late
+
+
+def test_a_slow_store_is_asked_without_waiting(store: FaultyStore) -> None:
+    """After a few late answers lookups do not wait any more; what they ask for counts later, and in time ends it."""
+    first, second = Server(store), Server(store, wait_seconds=0.001)
+    store_chain(first.cache, KEYS, now=first.now)
+    second.executor.at_once = False
+    for number in range(PATIENCE):
+        asking = second.cache.ask(ROOT, chain(f"slow {number}", 1), now=second.now)
+        assert not asking.ready
+        run(asking, second.now)
+    assert second.cache.ask(ROOT, KEYS, now=second.now).ready
+    assert (PATIENCE + 1, PATIENCE + 1) == (second.status.late, len(second.executor.waiting))
+    second.now += 0.5
+    second.executor.run()  # late
+    assert 8 == second.cache.lookup(ROOT, KEYS, owner="reader", now=second.now).chunks
+    assert second.cache.ask(ROOT, chain("still slow", 1), now=second.now).ready
+    second.executor.run()  # in time
+    asking = second.cache.ask(ROOT, chain("fast", 1), now=second.now)
+    assert not asking.ready
+    run(asking, second.now)
 
 
 def test_questions_under_way_are_bounded(store: FaultyStore) -> None:
