@@ -1,4 +1,4 @@
-"""Our server with the v1 front, in a thread of the test's process, on a port from the operating system."""
+"""Our server, in a thread of the test's process, on a port from the operating system."""
 
 import os
 import time
@@ -18,16 +18,21 @@ MEMORY = 256 << 20
 
 @contextmanager
 def our_server(
-    *, chunk_size: int = 16, memory: int = MEMORY, disk: DiskTier | None = None, address: str = "tcp://127.0.0.1:0"
+    *,
+    chunk_size: int = 16,
+    memory: int = MEMORY,
+    disk: DiskTier | None = None,
+    address: str = "tcp://127.0.0.1:0",
+    front: bool = True,
 ) -> Iterator[CacheServer]:
-    """A started server, stopped at the end; its service's status is in `facts`."""
+    """A started server, with the v1 front unless told otherwise, stopped at the end."""
     cache = ChunkCache(memory, disk)
     cache.load()
     service = CacheService(
         cache,
         ServerTerms(boot_id=os.urandom(16), limits=Limits(), software="test"),
         started=time.monotonic(),
-        front=V1Front(cache, chunk_size=chunk_size),
+        front=V1Front(cache, chunk_size=chunk_size) if front else None,
     )
     with CacheServer(address, service) as server:
         yield server

@@ -3,11 +3,9 @@
 `test_real_server` holds the negative controls: asked in its own way, the same server serves wrong hits for these.
 """
 
-import contextlib
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +18,13 @@ from compat.v1.server_policy import TunnelPolicy, bypass, refuse
 from keying import CacheSalt, ExtraKey, KeySpace, LoraAdapter, MultimodalItem, PromptEmbeds, chunk_keys
 from protocol_v2.client import CacheClient
 from protocol_v2.codes import ErrorCode
-from protocol_v2.errors import ProtocolError, ServerError, UnsupportedServerError
+from protocol_v2.errors import ServerError, UnsupportedServerError
 from protocol_v2.session_keeper import Patience
 from protocol_v2.wire_keys import Shard
 from tests.interop.environment import needs_lmcache
 from tests.interop.our_server import our_server
 from tests.interop.real_client import RealClient, V1User
+from tests.interop.real_parties import ready_again
 from tests.interop.real_server import RealServer, free_port
 from tests.protocol_v2.toy_engine import ToyEngine, ToyRequest
 
@@ -335,18 +334,6 @@ def test_an_upgrade_is_taken_up_and_a_downgrade_is_noticed(peer_logs: Path) -> N
 def speaks_2(client: CacheClient) -> bool:
     """Whether the session is one of wire protocol 2."""
     return client.established is not None
-
-
-def ready_again(client: CacheClient) -> None:
-    """Wait for a session that answers; until there is a server, or a loss was noticed, what asks fails."""
-    ends = time.monotonic() + 30
-    while time.monotonic() < ends:
-        with contextlib.suppress(ProtocolError):
-            client.wait_ready(1.0)
-            client.ping(timeout=1.0)
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"no session: {client.failure}")
 
 
 # ---- older servers

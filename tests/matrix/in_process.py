@@ -1,7 +1,7 @@
 """The matrix without sockets: our own client and server code, our v1 front, and LMCache's server as a model."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.tensors import to_numpy
 from protocol_v2.wire_keys import Shard
 from tests.matrix.lmcache_model import LmcacheModel
-from tests.matrix.observation import Cell, Job, Observed, Pair, cells, pairs, read_cell, write_jobs
+from tests.matrix.observation import Cell, Job, Observed, Pair, SiteRun, cells, pairs
 from tests.matrix.requests import CHUNK, MatrixRequest
 from tests.matrix.rules import GENERATIONS, Client, Outcome, Server, Speech, Stand, is_ours
 from tests.protocol_v2.service_harness import Harness
@@ -48,6 +48,18 @@ class Place(Protocol):
 
     def deliver(self, identity: bytes, frames: Sequence[bytes], now: float) -> list[list[bytes]]:
         """Answers to one message."""
+
+
+class Standing(Protocol):
+    """Servers of which one after the other stands in one place."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The servers."""
+
+    @property
+    def stage(self) -> int:
+        """Which of them stands there now."""
 
 
 class OurServer:
@@ -233,7 +245,7 @@ class OurClient:
 class OurParty:
     """Our clients on one address: one for each deployment."""
 
-    def __init__(self, site: "Site", client: Client) -> None:
+    def __init__(self, site: Standing, client: Client) -> None:
         self._site = site
         self._policy = POLICIES[client]
         self._clients: dict[str, OurClient] = {}
@@ -267,7 +279,7 @@ class V1Party:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, site: "Site", client: Client) -> None:
+    def __init__(self, site: Standing, client: Client) -> None:
         self._site = site
         self._client = client
         self._identity = b"v1-%d" % next(self._numbers)
@@ -280,10 +292,10 @@ class V1Party:
 
     def write(self, jobs: Sequence[Job]) -> bool:
         """See `Party`."""
+        if self.alike is None:
+            return False
         for deployment, request in jobs:
             instance = self._instance(deployment)
-            if instance is None:
-                return False
             request_id = self._request_id()
             for write in request.spec.writes:
                 key = self._key(deployment, request, request_id, first=write.first, n_tokens=write.n_tokens)
@@ -296,8 +308,10 @@ class V1Party:
 
     def read(self, jobs: Sequence[Job]) -> list[tuple[int, ...] | None]:
         """See `Party`. Requests that are one in LMCache's protocol are sent once."""
-        known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-        answers = []
+        if self.alike is None:
+            return [None] * len(jobs)
+        known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        answers: list[tuple[int, ...] | None] = []
         for job in jobs:
             sent = (job.deployment, *sent_by(self._client, job.request), self._unknown_fields(job.request))
             if sent not in known:
@@ -305,10 +319,8 @@ class V1Party:
             answers.append(known[sent])
         return answers
 
-    def _fetch(self, job: Job) -> tuple[int, ...] | None:
+    def _fetch(self, job: Job) -> tuple[int, ...]:
         instance = self._instance(job.deployment)
-        if instance is None:
-            return None
         request_id = self._request_id()
         self._ask(V1Operation.LOOKUP, self._key(job.deployment, job.request, request_id, rank=None), 1)
         hit = self._ask(V1Operation.WAIT_PREFETCH_STATUS, request_id, 1.0)
@@ -437,39 +449,21 @@ class Site:
 def observe(wanted: Sequence[Pair] | None = None, servers: Iterable[Server] = Server) -> Observed:
     """Run the matrix.
 
-    Clients whose messages are the same are run once (our three policies where all speak wire protocol 2, say), and so
-    are servers between which the model makes no difference. Our clients look for what LMCache's wrote where all of
-    these have written: what is missed there is missed of each.
+    Servers between which the model makes no difference are run once.
 
     Args:
         wanted: pairs of requests; None for all.
         servers: where.
     """
     wanted = pairs() if wanted is None else wanted
-    observed: dict[Cell, dict[Pair, Outcome]] = {}
-    done: dict[Hashable, dict[Pair, Outcome]] = {}
+    observed: dict[Cell, Mapping[Pair, Outcome]] = {}
     for alike in _alike(servers):
         site = Site(alike[0])
-        here = [cell for cell in cells() if cell.server is alike[0]]
-        if not alike[0].written_before:
-            site.replace()
-        deployments: dict[Hashable, str | None] = {}
-        written: dict[Client, str | None] = {}
-        by_v1: str | None = None
-        for writer in dict.fromkeys(cell.writer for cell in here):
-            party, name = site.parties[writer], f"{alike[0].name}/{writer.name}"
-            if party.alike not in deployments:
-                deployments[party.alike] = name if party.write(write_jobs(name, wanted)) else None
-            written[writer] = deployments[party.alike]
-            if not is_ours(writer) and party.write(write_jobs(f"{alike[0].name}/V1", wanted)):
-                by_v1 = f"{alike[0].name}/V1"
+        run = SiteRun(site.parties, [cell for cell in cells() if cell.server is alike[0]], wanted)
+        run.begin()
         site.replace()
-        for cell in here:
-            reader = site.parties[cell.reader]
-            deployment = written[cell.writer] if is_ours(cell.writer) or not is_ours(cell.reader) else by_v1
-            if (alike[0], deployment, reader.alike) not in done:
-                done[alike[0], deployment, reader.alike] = read_cell(reader, deployment, wanted)
-            observed |= {cell._replace(server=server): done[alike[0], deployment, reader.alike] for server in alike}
+        for cell, outcomes in run.finish().items():
+            observed |= {cell._replace(server=server): outcomes for server in alike}
     return observed
 
 

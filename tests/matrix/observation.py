@@ -1,6 +1,6 @@
 """What writers and readers do in every cell, judged by the bytes that come back."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tests.matrix.requests import Kind, MatrixRequest, Phase
@@ -23,6 +23,10 @@ class Job(NamedTuple):
 
 class Party(Protocol):
     """A client that writes and reads."""
+
+    @property
+    def alike(self) -> Hashable:
+        """What tells its messages from those of other parties: nothing else about it can matter to a server."""
 
     def write(self, jobs: Sequence[Job]) -> bool:
         """Store every request, each chunk with the request's own value; whether there was a cache to tell."""
@@ -128,3 +132,55 @@ def wrong_hits(observed: Observed) -> dict[Cell, int]:
     """Wrong hits of each cell that has any."""
     counts = {cell: sum(one.wrong for one in outcomes.values()) for cell, outcomes in observed.items()}
     return {cell: count for cell, count in counts.items() if count}
+
+
+class SiteRun:
+    """All cells of one server; or of two, where one is put in the other's place between `begin` and `finish`.
+
+    Parties that are alike are run once (our three policies where all speak wire protocol 2, say). Ours look for what
+    LMCache's clients wrote where all of these have written: what is missed there is missed of each.
+
+    Args:
+        parties: every client.
+        here: the cells, of one server.
+        wanted: pairs of requests.
+    """
+
+    def __init__(self, parties: Mapping[Client, Party], here: Sequence[Cell], wanted: Sequence[Pair]) -> None:
+        self._parties = parties
+        self._cells = here
+        self._wanted = wanted
+        self._server = here[0].server
+        self._by_alike: dict[Hashable, str | None] = {}
+        self._by_writer: dict[Client, str | None] = {}
+        self._by_v1: str | None = None
+
+    def begin(self) -> None:
+        """Write, if it is the former server that is written to."""
+        if self._server.written_before:
+            self._write()
+
+    def finish(self) -> dict[Cell, Mapping[Pair, Outcome]]:
+        """Write, if that was not done before, and read."""
+        if not self._server.written_before:
+            self._write()
+        done: dict[Hashable, Mapping[Pair, Outcome]] = {}
+        observed: dict[Cell, Mapping[Pair, Outcome]] = {}
+        for cell in self._cells:
+            reader = self._parties[cell.reader]
+            apart = is_ours(cell.writer) or not is_ours(cell.reader)
+            name = self._by_writer[cell.writer] if apart else self._by_v1
+            if (name, reader.alike) not in done:
+                done[name, reader.alike] = read_cell(reader, name, self._wanted)
+            observed[cell] = done[name, reader.alike]
+        return observed
+
+    def _write(self) -> None:
+        for writer in dict.fromkeys(cell.writer for cell in self._cells):
+            party, name = self._parties[writer], f"{self._server.name}/{writer.name}"
+            if party.alike not in self._by_alike:
+                told = party.write(write_jobs(name, self._wanted))
+                self._by_alike[party.alike] = name if told else None
+            self._by_writer[writer] = self._by_alike[party.alike]
+            if not is_ours(writer) and party.write(write_jobs(f"{self._server.name}/V1", self._wanted)):
+                self._by_v1 = f"{self._server.name}/V1"

@@ -14,6 +14,7 @@ import logging
 import pickle
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 logging.disable(logging.CRITICAL)
@@ -49,6 +50,9 @@ except ImportError:
 
 KEY_FIELDS = {field.name for field in dataclasses.fields(IPCCacheServerKey)}
 REGISTRATION_FIELDS = set(inspect.signature(RegisterEngineDrivenContextPayload).parameters)
+
+AT_A_TIME = 256
+"""Calls that are under way together where there are many."""
 
 TIMEOUT = 10.0
 """Seconds that an answer may take; LMCache's own default is 300."""
@@ -143,6 +147,66 @@ class Peer:
                 raise ValueError(f"a chunk of {chunk.dtype} {tuple(chunk.shape)} is not what any store sent")
         return [chunk.flatten()[0].float().item() for chunk in chunks]
 
+    # ---- many at a time: each operation is sent for all before the first answer is waited for
+
+    def register_all(self, client: int, registrations: list[dict[str, Any]]) -> None:
+        """Register many workers."""
+        made = []
+        for fields in registrations:
+            payload = RegisterEngineDrivenContextPayload(**_known(fields, REGISTRATION_FIELDS))
+            shape = (payload.num_layers, fields["num_physical_slots"], payload.hidden_dim_size)
+            self.layouts[payload.instance_id] = (shape, getattr(torch, payload.dtype_str))
+            made.append([payload])
+        self._all(client, "register_kv_cache_engine_driven_context", made)
+
+    def store_all(self, client: int, stores: list[list[Any]]) -> list[bool]:
+        """Store for many keys; each with its instance and the value that fills each chunk. Sessions stay."""
+        named = [(_key(key), instance, fills) for key, instance, fills in stores]
+        self._all(client, "prepare_store", [[key, instance] for key, instance, _ in named])
+        filled = []
+        for key, instance, fills in named:
+            shape, dtype = self.layouts[instance]
+            chunks = [torch.full(shape, fill).to(dtype) for fill in fills]
+            filled.append([key, instance, pickle.dumps(chunks)])
+        stored: list[bool] = self._all(client, "commit_store", filled)
+        return stored
+
+    def fetch_all(self, client: int, fetches: list[list[Any]], chunk_size: int) -> list[list[float]]:
+        """Look up many keys, retrieve what is hit, and end the sessions; the values that fill the chunks."""
+        self._all(client, "lookup", [[_key(key), 1] for key, _ in fetches])
+        names = [[key["request_id"]] for key, _ in fetches]
+        hits = self._all(client, "wait_prefetch_status", [[*name, 5.0] for name in names])
+        found = [
+            [_key({**key, "worker_id": 0, "end": hit * chunk_size}), instance]
+            for (key, instance), hit in zip(fetches, hits, strict=True)
+            if hit
+        ]
+        answers = iter(self._all(client, "prepare_retrieve", found))
+        self._all(client, "commit_retrieve", found)
+        self._all(client, "end_session", names)
+        return [_filled(next(answers).data) if hit else [] for hit in hits]
+
+    def end_all(self, client: int, request_ids: list[str]) -> None:
+        """End many sessions."""
+        self._all(client, "end_session", [[one] for one in request_ids])
+
+    def sha31_tokens(self, tokens: list[int], items: list[list[Any]]) -> list[int]:
+        """The token ids that LMCache itself makes of a prompt, whose items are identifier, offset and length."""
+        from lmcache.integration.vllm.utils import apply_mm_hashes_to_token_ids
+
+        ids = torch.tensor(tokens)
+        spans = [SimpleNamespace(offset=offset, length=length) for _, offset, length in items]
+        apply_mm_hashes_to_token_ids(ids, [identifier for identifier, *_ in items], spans)
+        made: list[int] = ids.tolist()
+        return made
+
+    def _all(self, client: int, operation: str, calls: list[list[Any]]) -> list[Any]:
+        results = []
+        for begin in range(0, len(calls), AT_A_TIME):
+            futures = [getattr(self.clients[client], operation)(*call) for call in calls[begin : begin + AT_A_TIME]]
+            results += [future.result(timeout=self.timeouts[client]) for future in futures]
+        return results
+
     def report_blocks(self, client: int, instance: int, model: str, tokens: list[int]) -> None:
         """What vLLM's scheduler reports after each step."""
         records = [BlockAllocationRecord(req_id="r", new_block_ids=[1, 2], new_token_ids=tokens)]
@@ -154,8 +218,21 @@ class Peer:
 
 
 def _key(fields: dict[str, Any]) -> Any:
-    known = {name: value for name, value in fields.items() if name in KEY_FIELDS}
-    return IPCCacheServerKey(**{**known, "token_ids": tuple(fields["token_ids"])})
+    return IPCCacheServerKey(**{**_known(fields, KEY_FIELDS), "token_ids": tuple(fields["token_ids"])})
+
+
+def _known(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in names}
+
+
+def _filled(data: bytes) -> list[float]:
+    """The value that fills each chunk of an answer."""
+    values = []
+    for chunk in pickle.loads(data):
+        if not bool((chunk == chunk.flatten()[0]).all()):
+            raise ValueError("a chunk is not one value throughout")
+        values.append(chunk.flatten()[0].double().item())
+    return values
 
 
 def main() -> None:
