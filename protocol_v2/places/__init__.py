@@ -7,8 +7,10 @@
     memory    objects in this process
     disk      files: what is written, what is being written, what has to go
     remote    a store that many servers share: asked before lookups, sent to behind stores
+    questions what it is asked before lookups
     knowledge what is known of it, with dates
     outbox    what is on its way to it
+    portions  a sequence in parts of bounded size
     reading   a range of objects from wherever they are, verified, counted
 
 A tier (`protocol_v2.tiers`) does I/O and blocks; a place belongs to the loop, decides, and never blocks.

@@ -2,12 +2,8 @@
 
 Theory of operation
 -------------------
-A lookup uses what is known of the store (`knowledge`) and never waits here. Before it, `ask` plans a question about the
-chunks that the lookup would miss: it goes out in batches, stops at the first chunk that is not whole, and whoever wants
-the answer waits for it `wait_seconds` at most. What comes later than that is there for the next lookup. Where answers
-are late time and again nobody waits any more, until one comes in time: a slow store costs hits, not threads.
-
-What is stored here is sent on behind the acknowledgement (`outbox`).
+A lookup uses what is known of the store (`knowledge`) and never waits here. Before it, `ask` finds out what the lookup
+would miss (`questions`). What is stored here is sent on behind the acknowledgement (`outbox`).
 
 A `Breaker` stands before everything. While it is open nothing is asked, known, read or sent, so a dead store costs a
 few calls and then nothing; a probe in the background notices that it is back. What was known is forgotten when it
@@ -20,36 +16,33 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from protocol_v2.outcomes import RemoteStatus
 from protocol_v2.places.base import Forgotten, Read
 from protocol_v2.places.knowledge import Knowledge
 from protocol_v2.places.outbox import Outbox
+from protocol_v2.places.portions import portions
+from protocol_v2.places.questions import Questions, shards_of
 from protocol_v2.storage.errors import ObjectMissError
-from protocol_v2.storage.names import ObjectId, Shard
 from protocol_v2.storage.objects import OBJECT_OVERHEAD
 from protocol_v2.tiers.base import TierError
 from protocol_v2.tiers.breaker import Breaker
-from protocol_v2.work import Done, Ran, Task, blocking, immediate
+from protocol_v2.work import Done, Ran, Task, blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Executor, Future
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
 
     from keying import KeySpace
     from protocol_v2.places.presence import Presence
-    from protocol_v2.storage.names import ChunkId
+    from protocol_v2.storage.names import ChunkId, ObjectId
     from protocol_v2.storage.objects import StoredObject
     from protocol_v2.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-PATIENCE: Final = 4
-"""Late answers in a row after which lookups ask without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,38 +78,6 @@ class RemoteLimits:
     senders: int = 2
 
 
-class _Doubtful(NamedTuple):
-    """A chunk to ask about, and the shards of it that nearer tiers do not have."""
-
-    chunk: ChunkId
-    shards: Sequence[Shard]
-
-
-class _Question(NamedTuple):
-    """Chunks, first to last; the epoch that the answer belongs to; until when somebody waits for it."""
-
-    world: int
-    groups: int
-    chunks: Sequence[_Doubtful]
-    epoch: int
-    deadline: float
-
-
-class _Answer(NamedTuple):
-    """What is there of chunks, in order: bytes of each shard. All but the last are whole; the last may be.
-
-    `in_time` says whether it came while somebody waited: of a long question at least a part may.
-    """
-
-    question: _Question
-    chunks: Sequence[tuple[_Doubtful, Sequence[int | None]]]
-    in_time: bool
-
-
-class _Ended(NamedTuple):
-    """A question will get no more answers."""
-
-
 class _Got(NamedTuple):
     """Objects were read."""
 
@@ -125,7 +86,7 @@ class _Got(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A question or a probe was not answered."""
+    """A probe was not answered."""
 
     error: TierError
 
@@ -154,22 +115,28 @@ class RemotePlace:
         self._presence = presence
         self._limits = limits
         self._executor = executor or ThreadPoolExecutor(limits.threads, thread_name_prefix="extra-keys-remote")
-        self._clock = tier.clock
         self._breaker = Breaker(tier.clock)
         self._knowledge = Knowledge(limits.trust_seconds, limits.doubt_seconds, limits.max_known)
         self._outbox = Outbox(
             tier, self._breaker, self._executor, tier.clock, limit=limits.queue_bytes, senders=limits.senders
         )
-        self._news: deque[_Answer | _Ended | _Got | _Failed] = deque()
-        self._epoch = 0
+        self._questions = Questions(
+            tier,
+            self._breaker,
+            self._executor,
+            presence,
+            self._knowledge,
+            wait_seconds=limits.wait_seconds,
+            max_asked=limits.max_asked,
+            limit=limits.max_questions,
+        )
+        self._news: deque[_Got | _Failed] = deque()
         self._trips = 0
         self._away = False
         self._now = 0.0
-        self._questions = 0
-        self._late_in_a_row = 0
         self._next_probe = 0.0
         self._last_error: str | None = None
-        self._asked = self._there = self._late = self._skipped = self._read = self._read_bytes = 0
+        self._read = self._read_bytes = 0
         self.failed = 0
 
     # ---- what lookups ask
@@ -186,7 +153,7 @@ class RemotePlace:
         """
         if not self._knowledge or self._breaker.is_open:
             return
-        shards = _shards(world, groups)
+        shards = shards_of(world, groups)
         for key in keys[len(found) :]:
             chunk = (root, key)
             there = self._knowledge.shards(chunk, self._now)
@@ -205,28 +172,7 @@ class RemotePlace:
             now: seconds, monotonic.
         """
         self.collect(now)
-        if not keys or self._knowledge.is_missing((root, keys[0]), world, groups, now):
-            return immediate(None)
-        if self._breaker.is_open or self._questions >= self._limits.max_questions:
-            self._skipped += 1
-            return immediate(None)
-        shards = _shards(world, groups)
-        most = max(1, self._limits.max_asked // len(shards))
-        chunks = [self._doubtful((root, key), shards) for key in keys[:most]]
-        deadline = self._clock() + self._limits.wait_seconds
-        self._questions += 1
-        future = self._executor.submit(self._put_question, _Question(world, groups, chunks, self._epoch, deadline))
-        if self._late_in_a_row >= PATIENCE:
-            self._late += 1
-            return immediate(None)
-
-        def settle(_ran: Ran[None], now: float) -> None:
-            if not future.done():
-                self._late += 1
-                self._late_in_a_row += 1
-            self.collect(now)
-
-        return blocking(lambda: _wait_for(future, deadline - self._clock()), settle)
+        return self._questions.ask(root, keys, world, groups, now).after(lambda _ran, now: self.collect(now))
 
     def knows(self, chunk: ChunkId) -> bool:
         """Whether some shard of a chunk is known to be there."""
@@ -239,11 +185,11 @@ class RemotePlace:
         if self._breaker.is_open:
             return None
         size = self._knowledge.shards(wanted.chunk, self._now).get(wanted.shard)
-        return Read(self, wanted, turn=self._epoch, charge=size) if size is not None else None
+        return Read(self, wanted, turn=self._questions.epoch, charge=size) if size is not None else None
 
     def fetch(self, reads: Sequence[Read]) -> None:
         """Read in order, in calls of bounded size, up to the first that is not there. Blocks; in any thread."""
-        for together in _batches(reads, lambda read: read.charge, self._limits.read_bytes):
+        for together in portions(reads, lambda read: read.charge, self._limits.read_bytes):
             try:
                 outcomes = self._tier.get_many([read.wanted for read in together])
             except TierError as error:
@@ -260,7 +206,7 @@ class RemotePlace:
 
     def wants_kept(self, read: Read) -> bool:
         """Whether nothing was cleared since the read was planned."""
-        return read.turn == self._epoch
+        return read.turn == self._questions.epoch
 
     def drop(self, read: Read) -> bool:
         """What was read is not there, or broken: it is not known any more. Whether it was."""
@@ -288,7 +234,14 @@ class RemotePlace:
         """Take what threads have found out."""
         self._now = now
         while self._news:
-            self._take(self._news.popleft())
+            match self._news.popleft():
+                case _Got(objects, size):
+                    self._read += objects
+                    self._read_bytes += size
+                case _Failed(failure):
+                    self.note_failure(failure)
+        for failure in self._questions.collect(now):
+            self.note_failure(failure)
         for obj, error in self._outbox.collect():
             if error is not None:
                 self.note_failure(error)
@@ -324,7 +277,7 @@ class RemotePlace:
 
     def forget(self, root: bytes | None) -> Forgotten:
         """Forget what is known, of one space or all, and what waits to be sent. What is in the store stays there."""
-        self._epoch += 1
+        self._questions.epoch += 1
         self._knowledge.forget(root)
         self._outbox.forget(root)
         return Forgotten((), 0, None)
@@ -349,7 +302,7 @@ class RemotePlace:
 
     def status(self) -> RemoteStatus:
         """Counts, for people and tools."""
-        sent = self._outbox.counters
+        asked, sent = self._questions.counters, self._outbox.counters
         return RemoteStatus(
             kind=self._tier.kind,
             address=self._tier.address,
@@ -358,10 +311,10 @@ class RemotePlace:
             failed=self.failed,
             last_error=self._last_error,
             known=len(self._knowledge),
-            asked=self._asked,
-            there=self._there,
-            late=self._late,
-            skipped=self._skipped,
+            asked=asked.asked,
+            there=asked.there,
+            late=asked.late,
+            skipped=asked.skipped,
             read=self._read,
             read_bytes=self._read_bytes,
             written=sent.written,
@@ -374,29 +327,6 @@ class RemotePlace:
 
     # ---- in threads
 
-    def _put_question(self, question: _Question) -> None:
-        try:
-            for chunks in _batches(question.chunks, lambda one: len(one.shards), self._tier.batch):
-                wanted = [ObjectId(*chunk, shard) for chunk, shards in chunks for shard in shards]
-                sizes = iter(self._tier.sizes(wanted))
-                self._breaker.note(None)
-                answered: list[tuple[_Doubtful, Sequence[int | None]]] = []
-                whole = True
-                for one in chunks:
-                    found = [next(sizes) for _ in one.shards]
-                    answered.append((one, found))
-                    whole = None not in found
-                    if not whole:
-                        break
-                self._news.append(_Answer(question, answered, self._clock() <= question.deadline))
-                if not whole:
-                    return
-        except TierError as error:
-            self._breaker.note(error)
-            self._news.append(_Failed(error))
-        finally:
-            self._news.append(_Ended())
-
     def _probe(self) -> None:
         try:
             self._tier.ping()
@@ -405,61 +335,3 @@ class RemotePlace:
             self._news.append(_Failed(error))
         else:
             self._breaker.succeeded()
-
-    # ---- on the loop
-
-    def _doubtful(self, chunk: ChunkId, shards: Sequence[Shard]) -> _Doubtful:
-        if self._presence.has(chunk):
-            shards = [shard for shard in shards if not self._presence.where(chunk, shard)]
-        return _Doubtful(chunk, shards)
-
-    def _take(self, news: _Answer | _Ended | _Got | _Failed) -> None:
-        match news:
-            case _Answer(question, chunks, in_time):
-                if in_time:
-                    self._late_in_a_row = 0
-                for one, sizes in chunks:
-                    self._take_answer(question, one, sizes)
-            case _Ended():
-                self._questions -= 1
-            case _Got(objects, size):
-                self._read += objects
-                self._read_bytes += size
-            case _Failed(error):
-                self.note_failure(error)
-
-    def _take_answer(self, question: _Question, one: _Doubtful, sizes: Sequence[int | None]) -> None:
-        self._asked += len(sizes)
-        self._there += sum(size is not None for size in sizes)
-        if question.epoch != self._epoch:
-            return
-        for shard, size in zip(one.shards, sizes, strict=True):
-            if size is None:
-                self._knowledge.unlearn(ObjectId(*one.chunk, shard))
-            else:
-                self._knowledge.learn(ObjectId(*one.chunk, shard), size, self._now)
-        if None in sizes:
-            self._knowledge.miss(one.chunk, question.world, question.groups, self._now)
-
-
-def _shards(world: int, groups: int) -> tuple[Shard, ...]:
-    return tuple(Shard(world, rank, group) for group in range(groups) for rank in range(world))
-
-
-def _wait_for(future: Future[None], seconds: float) -> None:
-    if seconds > 0:
-        wait([future], timeout=seconds)
-
-
-def _batches(items: Sequence[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Items in order, with as much together as the limit allows and at least one item."""
-    together: list[T] = []
-    size = 0
-    for item in items:
-        if together and size + size_of(item) > limit:
-            yield together
-            together, size = [], 0
-        together.append(item)
-        size += size_of(item)
-    if together:
-        yield together

@@ -12,7 +12,8 @@ from keying import KeySpace
 from protocol_v2.cache import ChunkCache
 from protocol_v2.codes import MissReason
 from protocol_v2.outcomes import Hit, RemoteStatus, Retrieved, StoreOutcome
-from protocol_v2.places.remote import PATIENCE, RemoteLimits
+from protocol_v2.places.questions import PATIENCE
+from protocol_v2.places.remote import RemoteLimits
 from protocol_v2.storage import ObjectId, Shard, StorageValueError
 from protocol_v2.storage.names import description_name
 from protocol_v2.storage.objects import OBJECT_OVERHEAD

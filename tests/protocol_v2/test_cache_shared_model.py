@@ -19,6 +19,7 @@ from obstore.store import MemoryStore
 
 from protocol_v2.cache import CacheBusyError
 from protocol_v2.places.outbox import Outbox
+from protocol_v2.places.questions import Questions
 from protocol_v2.places.remote import RemoteLimits, RemotePlace
 from protocol_v2.storage import ObjectId, StoredObject
 from protocol_v2.storage.envelope import decode_header, encode_header
@@ -174,7 +175,7 @@ class SharedModel(Model):
                     one.finish(self.now)
             status = self.remote.status()
             assert (True, 0, 0) == (status.up, status.queued, status.queued_bytes)
-            assert (0, 0) == (self.remote._questions, self.remote._outbox._senders)
+            assert (0, 0) == (self.remote._questions.under_way, self.remote._outbox._senders)
             for sent in {*self.shared()} - self.spoiled:
                 content = self.link.content(sent)
                 assert content is not None
@@ -200,12 +201,12 @@ def trust_the_shared_store(patched: pytest.MonkeyPatch) -> None:
 
 def believe_absence_to_be_presence(patched: pytest.MonkeyPatch) -> None:
     """What is not there is learnt as if it were."""
-    real = RemotePlace._take_answer
+    real = Questions._learn
 
-    def take(self: RemotePlace, question: Any, one: Any, sizes: Any) -> None:
-        real(self, question, one, [size or 64 for size in sizes])
+    def learn(self: Questions, question: Any, one: Any, sizes: Any, now: float) -> None:
+        real(self, question, one, [size or 64 for size in sizes], now)
 
-    patched.setattr(RemotePlace, "_take_answer", take)
+    patched.setattr(Questions, "_learn", learn)
 
 
 def forget_to_leave_the_queue(patched: pytest.MonkeyPatch) -> None:
