@@ -19,10 +19,10 @@ Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``
 The client: ``capability`` asks whom we talk to, ``session_keeper`` keeps a session (sans-IO; ``foreign`` is what may
 be injected), ``client_thread`` owns the socket, ``client_sharing`` its shared memory, ``operations`` are the calls,
 ``client`` and ``aio`` run them. The server: ``storage`` and ``tiers`` hold values, ``cache`` is the core, ``service``
-answers messages (sans-IO), ``sharing`` is its shared memory, ``server`` owns the sockets. For routers: ``chunk_events``
-and ``event_log`` (sans-IO) say which chunks can be hit, ``event_feed`` owns the sockets, ``cache_news`` is what a
-server tells, ``chunk_view`` what a subscriber makes of it. Importing this package imports no zmq, torch or numpy; the
-names at its end do when they are first used.
+answers messages (sans-IO), by ``chunk_requests`` what is about chunks and by ``replies`` each once, ``sharing`` is its
+shared memory, ``server`` owns the sockets. For routers: ``chunk_events`` and ``event_log`` (sans-IO) say which chunks
+can be hit, ``event_feed`` owns the sockets, ``cache_news`` is what a server tells, ``chunk_view`` what a subscriber
+makes of it. Importing this package imports no zmq, torch or numpy; the names at its end do when they are first used.
 """
 
 import importlib

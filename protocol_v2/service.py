@@ -11,57 +11,48 @@ has been silent for too long, or when the server closes.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Final
 
 from protocol_v2.capability import answer_probe, is_probe
+from protocol_v2.chunk_requests import ChunkRequests
 from protocol_v2.codes import ErrorCode, RefusalCode
-from protocol_v2.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from protocol_v2.errors import LocalProtocolError, RemoteProtocolError
 from protocol_v2.events import (
     AnswerHello,
     HelloReceived,
     RequestReceived,
     RequestsDropped,
-    SendError,
-    SendReply,
     SessionLost,
 )
 from protocol_v2.frames import is_protocol_2
 from protocol_v2.hello import Refusal, Welcome
-from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.jobs import Jobs
 from protocol_v2.messages import (
     AttachRequest,
-    ClearReply,
     ClearRequest,
     EndSessionReply,
     EndSessionRequest,
-    LookupReply,
     LookupRequest,
     PingReply,
     PingRequest,
-    PrefetchReply,
     PrefetchRequest,
     ReleaseReply,
     ReleaseRequest,
     RetrieveRequest,
     StatusReply,
     StatusRequest,
-    StoreReply,
     StoreRequest,
 )
 from protocol_v2.negotiation import ServerTerms, answer_hello
-from protocol_v2.outcomes import Retrieved, StoreOutcome
+from protocol_v2.replies import Peer, Replies
 from protocol_v2.server_connection import ServerConnection
 from protocol_v2.status import ServiceCounters, describe_status
-from protocol_v2.storage import Shard
-from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects, values_of
 from protocol_v2.versions import SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from keying import KeySpace
     from protocol_v2.cache import ChunkCache
@@ -69,17 +60,11 @@ if TYPE_CHECKING:
     from protocol_v2.events import Event
     from protocol_v2.foreign import ForeignFront
     from protocol_v2.frames import Frame
-    from protocol_v2.identity import Chunks
     from protocol_v2.jobs import Job
-    from protocol_v2.messages import Reply
     from protocol_v2.sharing import Sharing
     from protocol_v2.status import Fact
-    from protocol_v2.storage import StoredObject
-    from protocol_v2.wire_keys import Shard as WireShard
-    from protocol_v2.work import Task
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_PEERS: Final = 4096
 """Sessions that stand at one time; one more hello is refused as busy."""
@@ -90,34 +75,6 @@ MAX_SPACES: Final = 4096
 TICK_SECONDS: Final = 0.1
 MAINTENANCE_SECONDS: Final = 1.0
 FRAME_SLACK: Final = 1 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A store whose bytes are being copied out of shared memory; what follows it waits until it is here."""
-
-    keep: Callable[[float], None]
-    here: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    identity: bytes
-    connection: ServerConnection
-    #: in the order in which they came: a chunk is kept after the one before it
-    arrivals: deque[_Arrival] = field(default_factory=deque)
-
-
-class _Named(TypedDict):
-    """Arguments that a lookup and a prefetch of the cache have in common."""
-
-    root: bytes
-    keys: Sequence[bytes]
-    world: int
-    groups: int
-    owner: bytes
-    session: str
-    full: int
 
 
 class CacheService:
@@ -153,20 +110,21 @@ class CacheService:
         self._started = started
         self._max_peers = max_peers
         self._front = front
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._spaces = {space.root: space for space in islice(spaces, MAX_SPACES)}
         if news is not None:
             for space in self._spaces.values():
                 news.describe(space)
             cache.listen(news.changed)
             news.flush()
-        self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
         self._stopping = False
         self._next_tick = started
         self._next_maintenance = started
         self._lag = 0.0
         self.counters = ServiceCounters()
         self._jobs = Jobs(self.counters)
+        self._replies = Replies(self._jobs, self.counters)
+        self._chunks = ChunkRequests(cache, terms.limits, sharing, self._jobs, self._replies)
         self.facts = self.status(started)
         """Status as of the last maintenance: replaced, never changed, so any thread may read it."""
 
@@ -187,12 +145,12 @@ class CacheService:
         if not is_protocol_2(frames):
             self._receive_foreign(identity, frames, now)
             return
-        peer = self._peers.get(identity) or _Peer(identity, ServerConnection(self._terms))
+        peer = self._peers.get(identity) or Peer(identity, ServerConnection(self._terms))
         try:
             events = peer.connection.receive_frames(frames, now)
         except RemoteProtocolError as error:
             self.counters.rejected += 1
-            self._queue(peer, peer.connection.error_reply(error))
+            self._replies.queue(peer.identity, peer.connection.error_reply(error))
             if error.error_code == ErrorCode.UNEXPECTED and identity in self._peers:
                 self._drop(peer, now)
             return
@@ -209,8 +167,7 @@ class CacheService:
 
     def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
         """Messages to send, with the identity of the peer each goes to."""
-        taken = list(self._outgoing)
-        self._outgoing.clear()
+        taken = self._replies.take()
         if self._front is not None:
             taken += self._front.take_outgoing()
         return taken
@@ -255,7 +212,7 @@ class CacheService:
         self._stopping = True
         for peer in self._peers.values():
             for request_id in peer.connection.pending_ids:
-                self._fail(peer, request_id, _shutting_down(), now)
+                self._replies.fail(peer, request_id, _shutting_down(), now)
 
     def close(self, now: float) -> None:
         """End all sessions and close the cache, once; blocks while the cache writes what it has."""
@@ -280,7 +237,7 @@ class CacheService:
         """A probe is always answered; the rest goes to the front, or is counted and dropped as a v1 server drops it."""
         if is_probe(frames):
             others = () if self._front is None else self._front.capabilities
-            self._outgoing.append((identity, answer_probe(frames, others)))
+            self._replies.queue(identity, answer_probe(frames, others))
         elif self._front is not None:
             self._front.receive(identity, frames, now)
         else:
@@ -288,7 +245,7 @@ class CacheService:
 
     # ---- events
 
-    def _handle(self, peer: _Peer, events: list[Event], now: float) -> None:
+    def _handle(self, peer: Peer, events: list[Event], now: float) -> None:
         for event in events:
             match event:
                 case HelloReceived():
@@ -302,7 +259,7 @@ class CacheService:
                 case _:
                     raise LocalProtocolError(f"{type(event).__name__}: not an event of a server's connection")
 
-    def _answer_hello(self, peer: _Peer, hello: HelloReceived, now: float) -> None:
+    def _answer_hello(self, peer: Peer, hello: HelloReceived, now: float) -> None:
         answer: Welcome | Refusal
         if self._stopping:
             answer = self._refusal(hello, RefusalCode.SHUTTING_DOWN, "the server is going away")
@@ -311,7 +268,7 @@ class CacheService:
             answer = self._refusal(hello, RefusalCode.BUSY, text)
         else:
             answer = answer_hello(hello, self._terms, self._spaces.values())
-        self._queue(peer, peer.connection.send(AnswerHello(hello.request_id, answer), now))
+        self._replies.queue(peer.identity, peer.connection.send(AnswerHello(hello.request_id, answer), now))
         label = f"{hello.role or 'peer'} {hello.boot_id.hex()[:8]}"
         if isinstance(answer, Refusal):
             self._peers.pop(peer.identity, None)
@@ -338,201 +295,55 @@ class CacheService:
         asked, accepted = hello.offer.to_wire(), self._terms.offer.to_wire()
         return Refusal(code=code, message=text, asked=asked, accepted=accepted)
 
-    def _drop(self, peer: _Peer, now: float) -> None:
+    def _drop(self, peer: Peer, now: float) -> None:
         """End a peer's session from this side."""
         peer.connection.close()
         self._forget(peer, now)
 
-    def _forget(self, peer: _Peer, now: float) -> None:
+    def _forget(self, peer: Peer, now: float) -> None:
         """Free what a session held."""
         self._cache.drop_owner(peer.identity, now)
         self._peers.pop(peer.identity, None)
         if self._sharing is not None:
             self._sharing.detach(peer.identity)
 
-    def _answer(self, peer: _Peer, request: RequestReceived, now: float) -> None:
+    def _answer(self, peer: Peer, request: RequestReceived, now: float) -> None:
         self.counters.requests += 1
         try:
             if self._stopping:
                 raise _shutting_down()  # noqa: TRY301  (one place makes the error reply)
             self._dispatch(peer, request, now)
         except Exception as error:  # a handler that fails costs its own request
-            self._fail(peer, request.request_id, error, now)
+            self._replies.fail(peer, request.request_id, error, now)
 
-    def _dispatch(self, peer: _Peer, request: RequestReceived, now: float) -> None:
+    def _dispatch(self, peer: Peer, request: RequestReceived, now: float) -> None:
         message = request.message
         match message:
             case LookupRequest():
-                self._find(peer, request, message, now)
+                self._chunks.find(peer, request, message, now)
             case RetrieveRequest():
-                self._retrieve(peer, request, message, now)
+                self._chunks.retrieve(peer, request, message, now)
             case StoreRequest():
-                self._store(peer, request, message, now)
+                self._chunks.store(peer, request, message, now)
             case PrefetchRequest():
-                self._find(peer, request, message, now)
+                self._chunks.find(peer, request, message, now)
             case ReleaseRequest():
                 stop = None if message.count is None else message.first + message.count
                 released = self._cache.release(message.lease, start=message.first, stop=stop, now=now)
-                self._reply(peer, request, ReleaseReply(released=released), now)
+                self._replies.reply(peer, request, ReleaseReply(released=released), now)
             case EndSessionRequest():
                 known = self._cache.end_session(peer.identity, message.session, now)
-                self._reply(peer, request, EndSessionReply(known=known), now)
+                self._replies.reply(peer, request, EndSessionReply(known=known), now)
             case PingRequest():
-                self._reply(peer, request, self._ping(now), now)
+                self._replies.reply(peer, request, self._ping(now), now)
             case StatusRequest():
-                self._reply(peer, request, StatusReply(status=self.status(now)), now)
+                self._replies.reply(peer, request, StatusReply(status=self.status(now)), now)
             case ClearRequest():
-                self._clear(peer, request, message, now)
+                self._chunks.clear(peer, request, message, now)
             case AttachRequest():
-                self._reply(peer, request, self._shared_with(peer).attach(peer.identity, message), now)
+                self._replies.reply(peer, request, self._chunks.shared_with(peer).attach(peer.identity, message), now)
 
     # ---- answers
-
-    def _find(
-        self, peer: _Peer, request: RequestReceived, message: LookupRequest | PrefetchRequest, now: float
-    ) -> None:
-        """Let a remote tier say what it has, for a bounded time, then answer; at once where there is none to ask."""
-        named = self._named(peer, message)
-        asking = self._cache.ask(named["root"], named["keys"], world=named["world"], groups=named["groups"], now=now)
-
-        def then(now: float) -> None:
-            asking.finish(now)
-            if self._peers.get(peer.identity) is not peer:
-                return  # it is gone: a lease would be nobody's
-            answer = (
-                self._lookup(message, named, now) if isinstance(message, LookupRequest) else self._prefetch(named, now)
-            )
-            self._reply(peer, request, answer, now)
-
-        self._run(peer, request, [asking], then, now)
-
-    def _named(self, peer: _Peer, message: LookupRequest | PrefetchRequest) -> _Named:
-        """What a lookup and a prefetch name alike."""
-        space = peer.connection.space
-        chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
-        return _Named(
-            root=_root(space),
-            keys=chunks.digests,
-            world=message.world,
-            groups=message.groups,
-            owner=peer.identity,
-            session=message.session,
-            full=_n_full(chunks),
-        )
-
-    def _lookup(self, message: LookupRequest, named: _Named, now: float) -> LookupReply:
-        ttl = self._terms.limits.lease_ms / 1000
-        hit = self._cache.lookup(**named, lease=message.lease, ttl=ttl, now=now)
-        return LookupReply(
-            hit_chunks=hit.chunks, lease=hit.lease, lease_ms=int(hit.lease_seconds * 1000), miss=hit.miss
-        )
-
-    def _prefetch(self, named: _Named, now: float) -> PrefetchReply:
-        prefetch = self._cache.prefetch(**named, now=now)
-        for task in prefetch.tasks:
-            self._jobs.background(task, now)
-        return PrefetchReply(accepted=len(prefetch.tasks), resident=prefetch.resident)
-
-    def _retrieve(self, peer: _Peer, request: RequestReceived, message: RetrieveRequest, now: float) -> None:
-        most = self._terms.limits.max_payload_bytes
-        task = self._cache.retrieve(
-            message.lease,
-            message.first,
-            message.first + message.count,
-            _storage_shard(message.shard),
-            room=most,
-            now=now,
-        )
-
-        def then(now: float) -> None:
-            retrieved = task.finish(now)
-            fitting = leading_that_fit(retrieved.objects, most)
-            if retrieved.objects and not fitting:
-                size = retrieved.objects[0].envelope.payload_size
-                raise RemoteProtocolError(
-                    ErrorCode.TOO_LARGE, f"payload: the chunk has {size} bytes, of at most {most} in one message"
-                )
-            miss = retrieved.miss if len(fitting) == len(retrieved.objects) else None
-            self._deliver(peer, request, message, Retrieved(tuple(fitting), miss), now)
-
-        self._run(peer, request, [task], then, now)
-
-    def _deliver(
-        self, peer: _Peer, request: RequestReceived, message: RetrieveRequest, retrieved: Retrieved, now: float
-    ) -> None:
-        sharing = self._sharing
-        if sharing is None or not sharing.reads(message.shared):
-            reply, payload = reply_of_objects(retrieved.objects, retrieved.miss)
-            self._reply(peer, request, reply, now, payload)
-            return
-        moving = sharing.move_in(retrieved.objects)
-
-        def then(now: float) -> None:
-            moved = {held.id: copy for held, copy in moving.finish(now) if self._cache.rehouse(held, copy)}
-            objects = [moved.get(obj.id, obj) for obj in retrieved.objects]
-            reply, payload = reply_of_objects(objects, retrieved.miss, sharing.range_of)
-            self._reply(peer, request, reply, now, payload)
-
-        self._run(peer, request, [moving], then, now)
-
-    def _store(self, peer: _Peer, request: RequestReceived, message: StoreRequest, now: float) -> None:
-        space = peer.connection.space
-        chunks = resolve_keys(message.keys, space, max_chunks=self._terms.limits.max_chunks)
-        check_places(chunks, message.first, message.starts, message.n_tokens)
-        root = _root(space)
-        if not message.ranges:
-            values = values_of(len(message.n_tokens), message.tensors, request.payload)
-            self._keep(peer, request, chunks, objects_of_store(root, chunks.digests, message, values), now)
-            return
-        copying = self._shared_with(peer).copy_in(peer.identity, message, list(message.chunk_sizes()))
-
-        def keep(now: float) -> None:
-            values = [[view] for view in copying.finish(now)]
-            if peer.connection.is_pending(request.request_id):  # else its session is over, or nobody waits
-                self._keep(peer, request, chunks, objects_of_store(root, chunks.digests, message, values), now)
-
-        arrival = _Arrival(self._guarded(peer, request, keep))
-
-        def then(now: float) -> None:
-            arrival.here = True
-            while peer.arrivals and peer.arrivals[0].here:
-                peer.arrivals.popleft().keep(now)
-
-        self._run(peer, request, [copying], then, now)
-        peer.arrivals.append(arrival)
-
-    def _keep(
-        self, peer: _Peer, request: RequestReceived, chunks: Chunks, objects: Sequence[StoredObject], now: float
-    ) -> None:
-        """Store the objects of a request, and answer it."""
-        message = cast("StoreRequest", request.message)
-        n_bound = _n_full(chunks)
-        if message.first + len(objects) == n_bound and message.n_tokens[-1] < chunks.chunk_size:
-            n_bound -= 1
-        root = objects[0].id.root
-        self._cache.bind(peer.identity, message.session, root, chunks.digests[:n_bound], now=now)
-        tasks = []
-        for place, obj in enumerate(objects, message.first):
-            index = place if place < n_bound else None
-            tasks.append(self._cache.store(obj, owner=peer.identity, session=message.session, index=index, now=now))
-
-        def then(now: float) -> None:
-            outcomes = _settle_all(tasks, now)
-            reply = StoreReply(
-                stored=outcomes.count(StoreOutcome.STORED),
-                present=outcomes.count(StoreOutcome.PRESENT),
-                declined=outcomes.count(StoreOutcome.DECLINED),
-            )
-            self._reply(peer, request, reply, now)
-
-        self._run(peer, request, tasks, then, now)
-
-    def _shared_with(self, peer: _Peer) -> Sharing:
-        """Shared memory, if this session agreed on it."""
-        agreement = peer.connection.agreement
-        if self._sharing is None or agreement is None or SHARED_MEMORY not in agreement.features:
-            raise RemoteProtocolError(ErrorCode.UNSHARED, "this session did not agree on shared memory")
-        return self._sharing
 
     def _ping(self, now: float) -> PingReply:
         return PingReply(
@@ -540,16 +351,6 @@ class CacheService:
             uptime_ms=int((now - self._started) * 1000),
             loop_lag_us=int(self._lag * 1_000_000),
         )
-
-    def _clear(self, peer: _Peer, request: RequestReceived, message: ClearRequest, now: float) -> None:
-        root = _root(peer.connection.space) if message.scope == "space" else None
-        task = self._cache.clear(root, now=now)
-
-        def then(now: float) -> None:
-            cleared = task.finish(now)
-            self._reply(peer, request, ClearReply(objects=cleared.objects, bytes=cleared.size), now)
-
-        self._run(peer, request, [task], then, now)
 
     def status(self, now: float) -> dict[str, int | float | str | bool | None]:
         """Facts for people and tools, by dotted name."""
@@ -574,49 +375,6 @@ class CacheService:
             server |= self._front.facts()
         return describe_status(self._cache.status(now), self.counters, server)
 
-    # ---- work and replies
-
-    def _run(
-        self,
-        peer: _Peer,
-        request: RequestReceived,
-        tasks: Sequence[Task[T]],
-        then: Callable[[float], None],
-        now: float,
-    ) -> None:
-        """Run what blocks, then answer; at once where nothing blocks."""
-        self._jobs.run(tasks, self._guarded(peer, request, then), now)
-
-    def _guarded(self, peer: _Peer, request: RequestReceived, then: Callable[[float], None]) -> Callable[[float], None]:
-        """What an operation ends in belongs to its own request."""
-
-        def guarded(now: float) -> None:
-            try:
-                then(now)
-            except Exception as error:  # a handler that fails costs its own request
-                self._fail(peer, request.request_id, error, now)
-
-        return guarded
-
-    def _reply(
-        self, peer: _Peer, request: RequestReceived, message: Reply, now: float, payload: tuple[Frame, ...] = ()
-    ) -> None:
-        self._queue(peer, peer.connection.send(SendReply(request.request_id, message, payload), now))
-
-    def _fail(self, peer: _Peer, request_id: int, error: Exception, now: float) -> None:
-        self.counters.failed += 1
-        code = getattr(error, "error_code", ErrorCode.INTERNAL)
-        if isinstance(error, LocalProtocolError) and code is ErrorCode.INTERNAL:
-            code = ErrorCode.MALFORMED
-        text = str(error) if isinstance(error, ProtocolError) else "the server failed; nothing was served"
-        if not isinstance(error, ProtocolError):
-            log.error("a request failed: %s", type(error).__name__, exc_info=error)
-        self._queue(peer, peer.connection.send(SendError(request_id, ErrorCode(code), text), now))
-
-    def _queue(self, peer: _Peer, frames: list[Frame]) -> None:
-        if frames:
-            self._outgoing.append((peer.identity, frames))
-
 
 def _offering(terms: ServerTerms, feature: str) -> ServerTerms:
     return replace(terms, offer=replace(terms.offer, features=terms.offer.features | {feature}))
@@ -624,34 +382,3 @@ def _offering(terms: ServerTerms, feature: str) -> ServerTerms:
 
 def _shutting_down() -> RemoteProtocolError:
     return RemoteProtocolError(ErrorCode.SHUTTING_DOWN, "the server is going away; ask another, or again later")
-
-
-def _root(space: KeySpace | None) -> bytes:
-    if space is None:
-        raise RemoteProtocolError(ErrorCode.NO_SPACE, "the session was opened without a space; say hello with one")
-    return space.root
-
-
-def _n_full(chunks: Chunks) -> int:
-    """How many of the chunks are full, which is what a session is bound to; digests do not tell and count as full."""
-    if chunks.keys is None:
-        return len(chunks.digests)
-    return sum(key.stop - key.start == chunks.chunk_size for key in chunks.keys)
-
-
-def _storage_shard(shard: WireShard) -> Shard:
-    return Shard(shard.world, shard.rank, shard.group)
-
-
-def _settle_all(tasks: Sequence[Task[T]], now: float) -> list[T]:
-    """Settle every task, whatever the others end in; then the first error, if there is one."""
-    results: list[T] = []
-    first: ProtocolError | None = None
-    for task in tasks:
-        try:
-            results.append(task.finish(now))
-        except ProtocolError as error:
-            first = first or error
-    if first is not None:
-        raise first
-    return results
