@@ -689,7 +689,7 @@ def test_a_client_that_is_only_dropped_leaves_nothing_behind(tmp_path: Path) -> 
             with CacheClient(server.address, SPACE, patience=QUICK) as client:
                 client.wait_ready()
     gc.collect()
-    assert before == threading.active_count()
+    assert before >= threading.active_count()  # those of earlier tests may end meanwhile
 
 
 def test_a_thread_that_fails_ends_every_call(
