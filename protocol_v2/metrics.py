@@ -38,6 +38,8 @@ _GROWING: Final = frozenset(
         *("remote.trips", "remote.failed", "remote.asked", "remote.there", "remote.late", "remote.skipped"),
         *("remote.read", "remote.read_bytes", "remote.written", "remote.written_bytes"),
         *("remote.dropped", "remote.refused"),
+        *("shared.attached", "shared.refused", "shared.stored", "shared.unplaced", "shared.stale"),
+        *("shared.retrieved", "shared.moved", "shared.inline"),
     }
 )
 

@@ -6,6 +6,7 @@ import pytest
 
 from keying import CacheSalt, KeySpace, chunk_keys
 from protocol_v2.codes import MissReason
+from protocol_v2.events import ReplyReceived
 from protocol_v2.identity import keys_of_digests
 from protocol_v2.messages import LookupRequest, PingReply, PingRequest, PrefetchRequest
 from protocol_v2.metrics import StatusCollector
@@ -112,4 +113,19 @@ def test_a_client_that_is_gone_takes_no_lease(fleet: Fleet) -> None:
     assert (0, 0) == (fleet.second.fact("cache.leases"), fleet.second.fact("cache.sessions"))
     fleet.threads.at_once = True
     assert 4 == fleet.second.client(boot=b"d" * 16).lookup(KEYS).hit_chunks
+    assert 1 == fleet.second.fact("cache.leases")
+
+
+def test_a_client_that_said_hello_again_takes_no_lease_of_the_session_before(fleet: Fleet) -> None:
+    """Its new session knows nothing of the lookup that waited, so neither lease nor session comes of it."""
+    slow = begin_lookup(fleet, fleet.reader)
+    fleet.reader.connection.lose("the client says so")
+    fleet.reader.hello()
+    fleet.threads.run()
+    fleet.second.release_jobs()
+    fleet.reader.receive()
+    assert (0, 0) == (fleet.second.fact("cache.leases"), fleet.second.fact("cache.sessions"))
+    assert not isinstance(fleet.reader.outcome(slow), ReplyReceived)
+    fleet.threads.at_once = True
+    assert 4 == fleet.reader.lookup(KEYS).hit_chunks
     assert 1 == fleet.second.fact("cache.leases")

@@ -25,6 +25,7 @@ from protocol_v2.messages import (
     decode_message,
     encode_message,
 )
+from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import Offer
 from protocol_v2.shared_memory import GRANULE, RangeName, Segment, SegmentName, SegmentReader, copy_into
 from protocol_v2.sharing import Sharing
@@ -357,6 +358,19 @@ def test_a_chunk_beyond_the_limits_is_no_larger_through_shared_memory() -> None:
     ended = sharer.client.outcome(sharer.client.begin(request))
     assert isinstance(ended, ReplyReceived)
     assert 1 == ended.message.count  # type: ignore[union-attr]
+
+
+def test_a_scraper_sees_shared_memory() -> None:
+    """What is counted grows, what is in use is a gauge, and every fact is one or the other."""
+    harness = Harness(sharing=Sharing(64 * GRANULE))
+    sharer = Sharer(harness)
+    sharer.store(values("a"))
+    facts = {name for name in harness.service.status(0.0) if name.startswith("shared.")}
+    families = {one.name: one for one in StatusCollector(lambda: harness.service.status(0.0)).collect()}
+    kinds = {name: families[f"extra_keys_{name.replace('.', '_')}"].type for name in facts}
+    gauges = {"shared.bytes", "shared.used", "shared.sessions"}
+    assert {name: "gauge" if name in gauges else "counter" for name in facts} == kinds
+    assert 1.0 == families["extra_keys_shared_stored"].samples[0].value
 
 
 def _counts(reply: Any) -> tuple[int, int, int]:
