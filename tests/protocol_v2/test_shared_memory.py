@@ -1,5 +1,6 @@
 """Segments: what the owner writes is what the reader gets, or the reader knows that it is not."""
 
+import contextlib
 import gc
 import mmap
 import os
@@ -39,9 +40,14 @@ def filled(segment: Segment, byte: int, nbytes: int = 5000) -> tuple[memoryview,
     return view, name
 
 
-def descriptors() -> int:
-    """Open file descriptors of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))
+def held() -> set[tuple[str, int]]:
+    """What this process has open, by descriptor and inode, and the segments that it has mapped."""
+    found = set()
+    for one in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself, and what other threads close
+            found.add((one.name, one.stat().st_ino))
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "extra-keys" in line]
+    return found | {("mapped", int(fields[4])) for fields in mapped}
 
 
 def test_a_reader_gets_what_the_owner_wrote() -> None:
@@ -143,10 +149,10 @@ def test_another_generation_each_time_it_is_announced() -> None:
 def test_another_name_opens_nothing(change: dict[str, Any]) -> None:
     """A process, descriptor, nonce or size that is not the segment's is refused, and no descriptor stays open."""
     segment = Segment(SIZE)
-    before = descriptors()
+    before = held()
     with pytest.raises(UnsharedError, match="shared memory"):
         SegmentReader(segment.name._replace(**change))
-    assert before == descriptors()
+    assert not held() - before
     assert SegmentReader(segment.name).name == segment.name
 
 
@@ -243,18 +249,16 @@ def test_a_copier_does_everything_once_and_in_order() -> None:
 
 def test_memory_and_descriptors_come_back() -> None:
     """When segment, reader and ranges are gone, nothing of them is open or mapped."""
-    gc.collect()
-    before = descriptors()
+    before = held()
     segment = Segment(SIZE)
     reader = SegmentReader(segment.name)
     view, _ = filled(segment, 1)
-    assert descriptors() > before
+    assert {"mapped"} < {name for name, _ in held() - before}
     del segment, reader
     assert 1 == view[0]
     del view
     gc.collect()
-    assert before == descriptors()
-    assert "extra-keys" not in Path("/proc/self/maps").read_text()
+    assert not held() - before
 
 
 def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
@@ -264,7 +268,6 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
         "s = Segment(16 * GRANULE); v = s.take(4); v[:] = b'okay'\n"
         "print(*s.name[:2], s.name.nonce.hex(), *s.announce(v), flush=True); sys.stdin.read()"
     )
-    listed = set(Path("/dev/shm").iterdir())
     owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     assert owner.stdin is not None
@@ -272,7 +275,9 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
         pid, fd, nonce, granule, generation = owner.stdout.readline().split()
         name = SegmentName(int(pid), int(fd), bytes.fromhex(nonce), SIZE)
         reader = SegmentReader(name)
-        assert listed == set(Path("/dev/shm").iterdir())
+        opened = [str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()]
+        assert "/memfd:extra-keys (deleted)" in opened
+        assert not [one for one in opened if one.startswith("/dev/shm/")]
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
@@ -283,18 +288,17 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
     assert b"okay" == bytes(into)
     with pytest.raises(UnsharedError, match="not in reach"):
         SegmentReader(name)
-    assert listed == set(Path("/dev/shm").iterdir())
 
 
 def test_a_system_without_such_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the operating system gives none it is one typed error, and nothing stays open."""
-    before = descriptors()
+    before = held()
     with pytest.raises(UnsharedError, match="cannot be had"):
         Segment(2**62)
     with pytest.raises(UnsharedError, match="cannot be had"):
         private_pool(2**62)
     gc.collect()
-    assert before == descriptors()
+    assert not held() - before
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UnsharedError, match="no anonymous files"):
         Segment(SIZE)
