@@ -63,12 +63,12 @@ def run(
     patience: Patience | None = None,
     seconds: float = 10.0,
 ) -> Observed:
-    """All cells of one server; those with unknown fields, which go one by one, in two phases."""
+    """All cells of one server; those with unknown fields, which go one by one, in one phase."""
     here = [cell for cell in cells() if cell.server is server]
     apart = [cell for cell in here if Client.FIELDS in {cell.writer, cell.reader}]
     with real_parties(address, process, patience=patience, seconds=seconds) as parties:
         rest = SiteRun(parties, [cell for cell in here if cell not in apart], pairs(phases)).finish()
-        return rest | SiteRun(parties, apart, pairs([Phase.INSIDE, Phase.RESUMED])).finish()
+        return rest | SiteRun(parties, apart, pairs([Phase.INSIDE])).finish()
 
 
 def check(observed: Observed) -> None:
