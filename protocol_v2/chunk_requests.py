@@ -5,10 +5,10 @@ Belongs to the loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from protocol_v2.codes import ErrorCode
-from protocol_v2.errors import ProtocolError, RemoteProtocolError
+from protocol_v2.errors import RemoteProtocolError
 from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.messages import ClearReply, LookupReply, LookupRequest, PrefetchReply, StoreReply
 from protocol_v2.outcomes import Retrieved, StoreOutcome
@@ -16,6 +16,7 @@ from protocol_v2.replies import Arrival
 from protocol_v2.storage import Shard
 from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects, values_of
 from protocol_v2.versions import SHARED_MEMORY
+from protocol_v2.work import settle_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from protocol_v2.sharing import Sharing
     from protocol_v2.storage import StoredObject
     from protocol_v2.wire_keys import Shard as WireShard
-    from protocol_v2.work import Task
-
-T = TypeVar("T")
 
 
 class _Named(TypedDict):
@@ -197,7 +195,7 @@ class ChunkRequests:
             tasks.append(self._cache.store(obj, owner=peer.identity, session=message.session, index=index, now=now))
 
         def then(now: float) -> None:
-            outcomes = _settle_all(tasks, now)
+            outcomes = settle_all(tasks, now)
             reply = StoreReply(
                 stored=outcomes.count(StoreOutcome.STORED),
                 present=outcomes.count(StoreOutcome.PRESENT),
@@ -246,17 +244,3 @@ def _n_full(chunks: Chunks) -> int:
 
 def _storage_shard(shard: WireShard) -> Shard:
     return Shard(shard.world, shard.rank, shard.group)
-
-
-def _settle_all(tasks: Sequence[Task[T]], now: float) -> list[T]:
-    """Settle every task, whatever the others end in; then the first error, if there is one."""
-    results: list[T] = []
-    first: ProtocolError | None = None
-    for task in tasks:
-        try:
-            results.append(task.finish(now))
-        except ProtocolError as error:
-            first = first or error
-    if first is not None:
-        raise first
-    return results

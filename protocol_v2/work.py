@@ -21,12 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from protocol_v2.errors import LocalProtocolError
+from protocol_v2.errors import LocalProtocolError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from protocol_v2.errors import ProtocolError
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -170,3 +168,21 @@ def failed(error: ProtocolError) -> Task[T]:
         raise error
 
     return Task(None, settle)
+
+
+def settle_all(tasks: Sequence[Task[T]], now: float) -> list[T]:
+    """Settle every task, whatever the others end in, and give their results.
+
+    Raises:
+        ProtocolError: the first that one of them ended in, once all are settled.
+    """
+    results: list[T] = []
+    first: ProtocolError | None = None
+    for task in tasks:
+        try:
+            results.append(task.finish(now))
+        except ProtocolError as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return results

@@ -43,7 +43,7 @@ from protocol_v2.errors import ProtocolError
 from protocol_v2.jobs import Job
 from protocol_v2.outcomes import StoreOutcome
 from protocol_v2.storage import Shard
-from protocol_v2.work import Done, Task, blocking
+from protocol_v2.work import Done, Task, blocking, settle_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -362,7 +362,7 @@ class V1Front:
             tasks = [self._cache.store(obj, owner=_OWNER, now=now) for obj in objects]
 
             def stored(now: float) -> None:
-                outcomes = _settle_all(tasks, now)
+                outcomes = settle_all(tasks, now)
                 self._reply(peer, request, StoreOutcome.DECLINED not in outcomes)
 
             self._run(peer, request, tasks, stored, now)
@@ -378,7 +378,7 @@ class V1Front:
         tasks = [self._cache.clear(root, now=now) for root in self._cache.roots() if is_namespace_root(root)]
 
         def cleared(now: float) -> None:
-            _settle_all(tasks, now)
+            settle_all(tasks, now)
             self._reply(peer, request, None)
 
         self._run(peer, request, tasks, cleared, now)
@@ -496,17 +496,3 @@ class V1Front:
     def _queue(self, peer: bytes, frames: list[Frame] | None) -> None:
         if frames:
             self._outgoing.append((peer, frames))
-
-
-def _settle_all(tasks: Sequence[Task[T]], now: float) -> list[T]:
-    """Settle every task, whatever the others end in; then the first error, if there is one."""
-    results: list[T] = []
-    first: ProtocolError | None = None
-    for task in tasks:
-        try:
-            results.append(task.finish(now))
-        except ProtocolError as error:
-            first = first or error
-    if first is not None:
-        raise first
-    return results
