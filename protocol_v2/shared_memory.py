@@ -251,6 +251,7 @@ class SegmentReader:
         except (OSError, ValueError) as error:
             raise UnsharedError(f"shared memory: {name.size} bytes cannot be mapped: {error}") from None
         self._address = _address_of(self._memory) + self._begin
+        self._written = (0, 0)
         self._generations = memoryview(self._memory)[GRANULE : GRANULE + granules * _WORD_BYTES].cast("Q")
 
     def check(self, name: RangeName, nbytes: int) -> None:
@@ -277,14 +278,26 @@ class SegmentReader:
         """
         self.check(name, into.nbytes)
         at = name.granule * GRANULE
-        try:
-            hole = os.lseek(self._fd, self._begin + at, os.SEEK_HOLE)
-        except OSError as error:
-            raise UnsharedError(f"shared memory: cannot be read: {error.strerror}") from None
-        if hole < self._begin + at + into.nbytes:
-            raise UnsharedError("shared memory: a range that was never written to")
+        self._check_written(at, at + into.nbytes)
         memmove(_address_of(into), self._address + at, into.nbytes)
         return self._generations[name.granule] == name.generation
+
+    def _check_written(self, start: int, stop: int) -> None:
+        """Refuse what nobody ever wrote to: to read it would take memory, and where there is none, end the process.
+
+        What is written stays so, since no hole can be made in a file with these seals; so what was found once is not
+        looked for again: the search goes on to the next hole, however far that is.
+        """
+        low, high = self._written
+        if low <= start and stop <= high:
+            return
+        try:
+            hole = os.lseek(self._fd, self._begin + start, os.SEEK_HOLE) - self._begin
+        except OSError as error:
+            raise UnsharedError(f"shared memory: cannot be read: {error.strerror}") from None
+        if hole < stop:
+            raise UnsharedError("shared memory: a range that was never written to")
+        self._written = (min(low, start), max(high, hole)) if low <= start <= high else (start, hole)
 
 
 class Copier:

@@ -1,6 +1,8 @@
 """Segments: what the owner writes is what the reader gets, or the reader knows that it is not."""
 
 import contextlib
+import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -340,3 +342,61 @@ def test_readers_in_threads_never_get_a_torn_range() -> None:
         thread.join()
     assert [] == torn
     assert counted[True]
+
+
+def test_what_was_written_is_found_once_and_what_was_not_is_refused_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for holes goes on to the next one; behind that each range is looked at for itself."""
+    segment = Segment(SIZE)
+    begin, blank, behind = segment.take(2 * GRANULE), segment.take(GRANULE), segment.take(GRANULE)
+    assert begin is not None
+    assert blank is not None
+    assert behind is not None
+    begin[:], behind[:] = b"b" * begin.nbytes, b"e" * behind.nbytes
+    first, hole, last = (segment.announce(view) for view in (begin, blank, behind))
+    assert first is not None
+    assert hole is not None
+    assert last is not None
+    reader = SegmentReader(segment.name)
+    searches: list[int] = []
+    seek = os.lseek
+
+    def counted(fd: int, at: int, how: int) -> int:
+        searches.append(at)
+        return seek(fd, at, how)
+
+    monkeypatch.setattr(os, "lseek", counted)
+    into = memoryview(bytearray(GRANULE))
+    for _ in range(3):
+        assert reader.read(first, into)
+        assert b"b" * GRANULE == bytes(into)
+    assert len(searches) == 1
+    for _ in range(2):
+        with pytest.raises(UnsharedError, match="never written"):
+            reader.read(hole, into)
+    assert reader.read(last, into)
+    assert b"e" * GRANULE == bytes(into)
+    assert len(searches) == 4
+    blank[:] = b"m" * blank.nbytes
+    assert reader.read(hole, into)
+    assert b"m" * GRANULE == bytes(into)
+
+
+def test_nobody_can_make_a_hole_in_what_was_written() -> None:
+    """Not even its owner; in a file without the seals it works (negative control)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment = Segment(SIZE)
+    view, _ = filled(segment, 1)
+    plain = os.memfd_create("plain", os.MFD_CLOEXEC)
+    os.ftruncate(plain, SIZE)
+
+    def punched(fd: int) -> bool:
+        keep_size_and_punch = 0x03
+        return not libc.fallocate(fd, keep_size_and_punch, ctypes.c_long(0), ctypes.c_long(SIZE))
+
+    try:
+        assert punched(plain)
+        assert not punched(segment.name.fd)
+        assert errno.EPERM == ctypes.get_errno()
+    finally:
+        os.close(plain)
+    assert 1 == view[0]
