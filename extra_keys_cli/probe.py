@@ -118,7 +118,7 @@ def _print_session(report: ProbeReport) -> None:
         ("capabilities", "", ", ".join(facts["capabilities"] or ["none said"]), ""),
         ("wire version", f"{asked['wire']}, at least {floor['wire']}", "", agreed["wire"]),
         ("key schema", f"{asked['schemas']}, at least {floor['schema']}", "", agreed["schema"]),
-        ("features", asked["features"] or "none", "", agreed["features"] or "none"),
+        ("features", ", ".join(asked["features"]) or "none", "", ", ".join(agreed["features"]) or "none"),
         ("space", report.space.model if report.space else "none", "", ""),
         ("software", "extra-keys", server["software"], ""),
         ("boot id", "", server["boot_id"], ""),

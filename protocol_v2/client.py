@@ -122,6 +122,8 @@ class ClientBase:
         self.sharing = make_sharing(shared_memory)
         if self.sharing is not None:
             offer = replace(offer, features=offer.features | {SHARED_MEMORY})
+        self.offer = offer
+        """What is offered, with what this client adds for itself."""
         terms = ClientTerms(
             os.urandom(16),
             space,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from protocol_v2.client import CacheClient, checked_timeout
 from protocol_v2.errors import NegotiationRefusedError, ProtocolError
-from protocol_v2.negotiation import Offer
 from protocol_v2.session_keeper import Patience
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from protocol_v2.events import Established
     from protocol_v2.hello import Refusal
     from protocol_v2.messages import PingReply
+    from protocol_v2.negotiation import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ def probe(
     Raises:
         LocalProtocolError: an address or another value that cannot be. Everything else is in the report.
     """
-    offer = offer or Offer()
     begun, ends = time.monotonic(), time.monotonic() + checked_timeout(timeout)
     patience = Patience(connect=timeout, answer=timeout)
     with CacheClient(address, space, offer=offer, role="probe", timeout=timeout, patience=patience) as client:
@@ -82,7 +81,7 @@ def probe(
             error, ready = caught, time.monotonic()
         return ProbeReport(
             address,
-            offer,
+            client.offer,
             space,
             client.capabilities,
             client.established,

@@ -170,6 +170,7 @@ def test_probe_prints_what_was_agreed(tmp_path: Path) -> None:
     assert "wire version" in shown.stdout
     answer = json.loads(scripted.stdout)
     assert ({"wire": 2, "schema": 2, "features": ["shared-memory"]}, True) == (answer["agreed"], answer["session"])
+    assert ["shared-memory"] == answer["asked"]["features"]
     assert any(name.startswith("grease") for name in answer["not_recognised"]["fields"])
     gone = run("probe", "--timeout", "1", server.address)
     assert 1 == gone.returncode
