@@ -1,5 +1,6 @@
 """`RequestTracker`: one request from admission to end, case by case."""
 
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -384,6 +385,8 @@ def work_of_a_step(tracker: RequestTracker, step: Callable[[RequestTracker], obj
         lines += 1
         return count
 
+    gc.collect()
+    gc.disable()  # a collection within the step would run finalizers of earlier tests
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
@@ -395,6 +398,7 @@ def work_of_a_step(tracker: RequestTracker, step: Callable[[RequestTracker], obj
         sys.settrace(was)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+        gc.enable()
     return lines, peak - before
 
 
