@@ -15,7 +15,7 @@ ASKED = "EXTRA_KEYS_E2E"
 
 WHY_NOT = (
     "no real engine was tested: run `make e2e`, which builds vLLM 0.32.0 for CPU in .venv-vllm/ once (about 3 minutes, "
-    "2.5 GB) and then takes about 7 minutes"
+    "2.5 GB) and then takes about a quarter of an hour"
 )
 
 SGLANG = ROOT / ".venv-vllm" / "sglang"
