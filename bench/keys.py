@@ -18,6 +18,7 @@ import random
 import statistics
 import struct
 import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -107,6 +108,20 @@ def released_hasher(tokens: list[int], chunk: int) -> Iterator[dict[str, Callabl
         stdin.close()
 
 
+def importing(rounds: int) -> dict[str, float]:
+    """Median seconds that imports take in fresh interpreters, started for nothing else, taking turns.
+
+    The floor is `dataclasses`, the one module of the standard library that keying cannot do without.
+    """
+
+    def seconds(names: str) -> float:
+        code = f"import time; begin = time.perf_counter(); import {names}; print(time.perf_counter() - begin)"
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
+
+    rows = {"floor: import dataclasses": "dataclasses", "import keying": "keying, keying.engines"}
+    return measure({name: partial(seconds, names) for name, names in rows.items()}, rounds)
+
+
 def timed(run: Callable[[], object]) -> float:
     """Seconds of one call."""
     begin = time.perf_counter()
@@ -152,14 +167,15 @@ def main(
         }
         with released_hasher(ids, chunk) as peer:
             ours = {name: partial(timed, run) for name, run in cases.items()}
-            figures[f"chunk {chunk}"] = measure({**ours, **peer}, rounds)
+            figures[f"{tokens:,} tokens, chunk {chunk}"] = measure({**ours, **peer}, rounds)
+    figures["imports"] = importing(rounds)
     if as_json:
         print(json.dumps(figures, indent=1))
         return
     console = Console()
     for title, rows in figures.items():
         base = next(iter(rows.values()))
-        table = Table("what", "ms", "x floor", title=f"{tokens:,} tokens, {title}")
+        table = Table("what", "ms", "x floor", title=title)
         for name, seconds in rows.items():
             if "decode steps" in name:
                 table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / steps * 1e6:.2f} us a step")

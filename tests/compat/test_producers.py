@@ -64,7 +64,7 @@ def test_spans_are_overwritten_as_by_the_release(case: dict[str, Any], dtype: to
     assert case["values"] == tensor.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 2**31 - 1), max_size=40),
     st.lists(st.tuples(st.text(min_size=1, max_size=8), st.integers(0, 60), st.integers(0, 40)), max_size=5),
@@ -79,7 +79,7 @@ def test_any_prompt_equals_the_definition(tokens: list[int], spans: list[tuple[s
     assert _reference(tokens, spans) == tensor.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(), st.integers(0, 50), st.integers(0, 50))
 def test_a_shorter_span_has_a_prefix_of_the_values(identifier: str, m: int, n: int) -> None:
     """A truncated prompt keys its pictures as the whole one does, and each value has 31 bits."""

@@ -67,7 +67,7 @@ def _mask(n_tokens: int, hidden: int) -> list[bool]:
     return [False] * hidden + [True] * (n_tokens - hidden)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 2**32 - 1), max_size=30),
     st.lists(st.sampled_from(IDENTITIES), max_size=1),

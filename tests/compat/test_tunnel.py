@@ -23,7 +23,7 @@ def test_the_shared_vector() -> None:
     assert VECTOR["values"] == tunnel_tokens(bytes.fromhex(VECTOR["key"]), VECTOR["chunk_size"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(digests, st.integers(MIN_CHUNK_SIZE, 70))
 def test_the_values_are_the_definitions(key: bytes, chunk_size: int) -> None:
     """Written down once more, a value at a time; every one a token id that LMCache takes."""
@@ -34,7 +34,7 @@ def test_the_values_are_the_definitions(key: bytes, chunk_size: int) -> None:
     assert expected == tunnel_tokens(key, chunk_size)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(digests, digests)
 def test_two_keys_share_their_tokens_only_if_they_are_one(a: bytes, b: bytes) -> None:
     """Nine tokens tell any two keys apart."""

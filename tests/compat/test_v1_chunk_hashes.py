@@ -60,7 +60,7 @@ def test_vllms_own_seed_is_the_default() -> None:
     assert vllm_none_hash() != vllm_none_hash("0")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens_of, st.integers(1, 9), st.integers(0, 40))
 def test_a_prefix_has_a_prefix_of_the_hashes(tokens: list[int], chunk_size: int, cut: int) -> None:
     """Both chains depend on what came before and on nothing else; a parent continues the chain."""

@@ -581,7 +581,7 @@ def test_a_chunk_size_below_one_is_refused() -> None:
         V1Front(ChunkCache(1), chunk_size=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.binary(max_size=40) | st.sampled_from([b"\x07", b"\x08", b"\x11", b"\x14", b"\xc0"]), max_size=5))
 def test_any_frames_are_survived(frames: list[bytes]) -> None:
     """Whatever is sent, the front raises nothing, and still answers."""

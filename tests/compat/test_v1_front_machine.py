@@ -108,13 +108,12 @@ class FrontMachine(RuleBasedStateMachine):
         assert self.harness.refused("failed") == 0
 
 
-FrontMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+FrontMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestFrontMachine = FrontMachine.TestCase
 
 CONTROL = settings(
     max_examples=300,
     stateful_step_count=30,
-    deadline=None,
     database=None,
     phases=[Phase.generate],
     report_multiple_bugs=False,

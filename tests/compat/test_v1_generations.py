@@ -64,7 +64,7 @@ def test_int16_writes_one_value_over_the_span() -> None:
     assert v1_token_ids([9] * 6, items, generation=INT16) == [9, 0xABCD, 0xABCD, 9, 7, 7]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 2**31 - 1), max_size=30),
     st.lists(st.tuples(st.sampled_from(["a1", "b2", "c3"]), st.integers(0, 40), st.integers(0, 20)), max_size=4),
@@ -78,7 +78,7 @@ def test_sha31_tokens_are_the_producers(tokens: list[int], spans: list[tuple[str
     assert tensor.tolist() == v1_token_ids(tokens, items, generation=SHA31)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([PLACEHOLDER, 1, 2]), min_size=4, max_size=32),
     st.lists(st.sampled_from([("a1", 0, 3), ("b2", 2, 9), ("c3", 12, 4)]), unique=True, max_size=3),

@@ -107,7 +107,7 @@ def test_older_protocols_are_refused(protocol: int) -> None:
         read_tensors(pickle.dumps([torch.zeros(2)], protocol=protocol))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes, st.integers(0, 9)), max_size=5))
 def test_what_is_written_is_read_by_pickle_and_by_us(specs: list[tuple[str, tuple[int, ...], int]]) -> None:
     """The real ``pickle.loads`` gives the tensors back, and so does the closed reader."""
@@ -135,7 +135,7 @@ def test_8_bit_floats_of_torch_are_read_where_torch_cannot() -> None:
     assert _bytes(tensor) == _bytes(loaded[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_views_are_read_as_what_they_show(data: st.DataObject) -> None:
     """Slices, steps and transposed views travel with their whole storage; the elements come in C order."""
@@ -450,7 +450,7 @@ def test_a_hostile_stream_costs_no_more_than_its_bytes(message: bytes) -> None:
         read_tensors(message, max_tensors=16)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_bytes_are_tensors_or_refused(data: bytes, with_head: bool) -> None:
     """Nothing else comes out."""
@@ -463,7 +463,7 @@ def test_arbitrary_bytes_are_tensors_or_refused(data: bytes, with_head: bool) ->
 VALID = pickle.dumps([torch.arange(3, dtype=torch.float16), torch.ones(2, 2).to(torch.float8_e5m2)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=3), st.integers(0, 4))
 def test_a_damaged_message_is_tensors_or_refused(place: int, patch: bytes, cut: int) -> None:
     """Bytes replaced, inserted or left out at any place of a real message."""

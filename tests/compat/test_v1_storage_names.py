@@ -150,7 +150,7 @@ def test_captured_engine_keys_are_recognised(case: dict[str, Any]) -> None:
     assert _of(key, NameFormat.ENGINE_KEY) == _readings(key.text(), KEY_VALUE)[0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(mp_objects, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="@"), min_size=1, max_size=8))
 def test_whatever_an_mp_writer_writes_is_recognised(key: MpObject, prefix: str) -> None:
     """Its key is among the readings, in every store that it can be in."""
@@ -165,7 +165,7 @@ def test_whatever_an_mp_writer_writes_is_recognised(key: MpObject, prefix: str) 
         assert expected in _readings(name, kind)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(engine_keys)
 def test_whatever_an_in_process_writer_writes_is_recognised(key: EngineKey) -> None:
     """Its key is among the readings, unless there are more than are listed, and then the name says so."""
@@ -188,7 +188,7 @@ def test_whatever_an_in_process_writer_writes_is_recognised(key: EngineKey) -> N
         assert not listed_all or _of(key, form, part=part) in _readings(name, kind)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(engine_keys.map(lambda k: k.disk()), mp_objects.map(lambda k: k.fs()), engine_keys.map(EngineKey.fs)))
 def test_every_reading_of_a_file_name_writes_that_file_name(name: str) -> None:
     """No reading is invented: each is a key whose name this is. None is listed twice, and never more than said."""
@@ -201,7 +201,7 @@ def test_every_reading_of_a_file_name_writes_that_file_name(name: str) -> None:
         assert name == _writes(reading, salt if reading.salted else "")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("a0123456789f@%x-/_ metadatkv_bytes.", max_size=60), st.sampled_from(StoreKind))
 def test_arbitrary_text_is_recognised_only_if_a_writer_writes_it(name: str, kind: StoreKind) -> None:
     """The grammar is exact: whatever is recognised is written again as it was."""

@@ -343,7 +343,7 @@ def test_a_key_shows_neither_salt_nor_tokens() -> None:
     assert "salted" in repr(key)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=24), max_size=5))
 def test_arbitrary_frames_give_a_request_or_a_typed_error(frames: list[bytes]) -> None:
     """Nothing else comes out, in either direction."""
@@ -358,7 +358,7 @@ def test_arbitrary_frames_give_a_request_or_a_typed_error(frames: list[bytes]) -
             continue
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([s["request_frames_hex"] for s in EXCHANGE]), st.integers(0, 2000), st.integers(0, 255), st.data()
 )

@@ -252,4 +252,4 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 TestChainMachine = ChainMachine.TestCase
-TestChainMachine.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestChainMachine.settings = settings(max_examples=150, stateful_step_count=25)

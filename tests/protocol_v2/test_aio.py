@@ -22,7 +22,7 @@ from protocol_v2.errors import (
     SpaceMismatchError,
 )
 from tests.protocol_v2.strategies import OTHER_SPACE
-from tests.protocol_v2.test_client import KEYS, QUICK, SPACE, TOKENS, make_server, router, tensors
+from tests.protocol_v2.test_client import KEYS, QUICK, SPACE, STEADY, TOKENS, make_server, router, tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.zmq, pytest.mark.asyncio]
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.zmq, pytest.mark.asyncio]
 async def client(tmp_path: Path) -> AsyncIterator[AsyncCacheClient]:
     """A client of a running server."""
     with make_server(f"ipc://{tmp_path}/s") as server:
-        async with AsyncCacheClient(server.address, SPACE, patience=QUICK, timeout=5.0) as made:
+        async with AsyncCacheClient(server.address, SPACE, patience=STEADY, timeout=20.0) as made:
             yield made
 
 
@@ -72,7 +72,7 @@ async def test_calls_run_side_by_side(client: AsyncCacheClient) -> None:
 async def test_a_large_retrieve_comes_whole(tmp_path: Path) -> None:
     """What does not fit one message is asked for until it is there, and a part of the range is that part."""
     with make_server(f"ipc://{tmp_path}/s", max_payload_bytes=10_000) as server:
-        async with AsyncCacheClient(server.address, SPACE, patience=QUICK, timeout=5.0) as client:
+        async with AsyncCacheClient(server.address, SPACE, patience=STEADY, timeout=20.0) as client:
             assert 4 == (await client.store("r", KEYS, tensors(4, size=1000))).stored
             hit = await client.lookup("r", KEYS)
             assert hit.lease is not None
@@ -121,7 +121,7 @@ async def test_failures_are_those_of_the_synchronous_client(tmp_path: Path, clie
     with pytest.raises(ServerError):
         await client.lookup("r", chunk_keys(SPACE, [7] * 8))
     with make_server(f"ipc://{tmp_path}/pinned", expected=(OTHER_SPACE,)) as pinned:
-        async with AsyncCacheClient(pinned.address, SPACE, patience=QUICK) as refused:
+        async with AsyncCacheClient(pinned.address, SPACE, patience=STEADY) as refused:
             with pytest.raises(SpaceMismatchError):
                 await refused.wait_ready()
 

@@ -453,7 +453,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, report_multiple_bugs=False)
+TestModel.settings = settings(max_examples=150, stateful_step_count=60, report_multiple_bugs=False)
 
 
 def assert_noticed(model: type[Model]) -> None:
@@ -461,7 +461,6 @@ def assert_noticed(model: type[Model]) -> None:
     search = settings(
         max_examples=1000,
         stateful_step_count=60,
-        deadline=None,
         phases=[Phase.generate],
         derandomize=True,
         database=None,

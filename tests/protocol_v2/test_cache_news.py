@@ -278,7 +278,6 @@ def test_a_view_equals_the_lookups_after_anything() -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=30,
-            deadline=None,
             derandomize=True,
             phases=(Phase.generate,),
             database=None,

@@ -186,7 +186,7 @@ class SharedModel(Model):
 
 
 TestSharedModel = SharedModel.TestCase
-TestSharedModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, report_multiple_bugs=False)
+TestSharedModel.settings = settings(max_examples=100, stateful_step_count=60, report_multiple_bugs=False)
 
 
 def trust_the_shared_store(patched: pytest.MonkeyPatch) -> None:

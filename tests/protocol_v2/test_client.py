@@ -57,6 +57,8 @@ pytestmark = pytest.mark.zmq
 SPACE = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
 TOKENS = list(range(18))
 KEYS = chunk_keys(SPACE, TOKENS, [CacheSalt("tenant")])
+# with a live server nothing is waited for that long; without one, or with one that hangs, tests want to be quick
+STEADY = Patience(connect=20.0, answer=20.0, ping=10.0, first_delay=0.02, longest_delay=0.2, refused_delay=0.3)
 QUICK = Patience(connect=1.0, answer=1.0, ping=0.3, first_delay=0.02, longest_delay=0.2, refused_delay=0.3)
 
 
@@ -95,7 +97,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheServ
 @pytest.fixture
 def client(server: CacheServer) -> Iterator[CacheClient]:
     """A client of it."""
-    with CacheClient(server.address, SPACE, patience=QUICK, timeout=5.0) as made:
+    with CacheClient(server.address, SPACE, patience=STEADY, timeout=20.0) as made:
         yield made
 
 
@@ -193,7 +195,7 @@ def test_large_stores_and_retrieves_go_in_parts(tmp_path: Path) -> None:
     """Calls beyond the server's limits are split and put together again."""
     with (
         make_server(f"ipc://{tmp_path}/s", max_payload_bytes=10_000) as server,
-        CacheClient(server.address, SPACE, patience=QUICK) as client,
+        CacheClient(server.address, SPACE, patience=STEADY) as client,
     ):
         assert 4 == client.store("r", KEYS, tensors(4, size=1000)).stored
         hit = client.lookup("r", KEYS)
@@ -290,7 +292,7 @@ def test_an_address_that_cannot_be_is_refused_early(address: str) -> None:
 
 def test_an_address_in_a_list_is_that_address(server: CacheServer) -> None:
     """L3: a text and a list of one are the same; a number is a TypeError."""
-    with CacheClient([server.address], SPACE, patience=QUICK) as client:
+    with CacheClient([server.address], SPACE, patience=STEADY) as client:
         assert client.lookup("r", KEYS).failure is None
     with pytest.raises(LocalTypeError):
         CacheClient(5, SPACE)  # type: ignore[arg-type]
@@ -379,7 +381,7 @@ def test_a_flood_in_both_directions_makes_progress(client: CacheClient) -> None:
 
 def test_a_dead_server_is_a_miss_and_not_a_stall(tmp_path: Path) -> None:
     """M1: 1,500 requests to a dead address cost next to nothing, others go on, and closing does not wait."""
-    with make_server(f"ipc://{tmp_path}/live") as live, CacheClient(live.address, SPACE, patience=QUICK) as other:
+    with make_server(f"ipc://{tmp_path}/live") as live, CacheClient(live.address, SPACE, patience=STEADY) as other:
         other.wait_ready()
         dead = CacheClient(f"ipc://{tmp_path}/dead", SPACE, patience=QUICK)
         begun = time.monotonic()
@@ -388,7 +390,7 @@ def test_a_dead_server_is_a_miss_and_not_a_stall(tmp_path: Path) -> None:
             assert (0, True) == (result.hit_chunks, isinstance(result.failure, ServerUnavailableError))
             if number % 100 == 0:
                 assert other.lookup("alive", KEYS).failure is None
-        assert time.monotonic() - begun < 3.0
+        assert time.monotonic() - begun < 15.0  # a stall each would be 1,500 s
         begun = time.monotonic()
         dead.close()
         assert time.monotonic() - begun < 2.0
@@ -411,7 +413,7 @@ def test_a_black_hole_costs_the_patience_for_connecting(tmp_path: Path) -> None:
         begun = time.monotonic()
         result = client.lookup("r", KEYS)
         assert isinstance(result.failure, ServerUnavailableError)
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 5.0  # the socket itself would wait for minutes
         for one in (hole, *fillers):
             one.close()
         with make_server(f"tcp://127.0.0.1:{port}"):
@@ -456,7 +458,7 @@ def test_a_stopped_process_is_noticed(tmp_path: Path) -> None:
             assert isinstance(client.lookup("r", KEYS, timeout=0.3).failure, RequestTimeoutError)
             for _ in range(100):
                 assert client.lookup("r", KEYS, timeout=5.0).failure is not None
-            assert time.monotonic() - begun < 2.0
+            assert time.monotonic() - begun < 10.0  # a time-out each would be 500 s
             os.kill(process.pid, signal.SIGCONT)
             wait_until(lambda: client.lookup("r", KEYS).failure is None, 10.0)
     finally:
@@ -505,8 +507,8 @@ def test_a_space_mismatch_is_a_typed_failure_on_every_call(tmp_path: Path) -> No
     other = KeySpace("m", chunk_size=4, kv_dtype="float8_e4m3fn")
     with (
         make_server(f"ipc://{tmp_path}/s", expected=(other,)) as server,
-        CacheClient(server.address, SPACE, patience=QUICK) as client,
-        CacheClient(server.address, other, patience=QUICK) as right,
+        CacheClient(server.address, SPACE, patience=STEADY) as client,
+        CacheClient(server.address, other, patience=STEADY) as right,
     ):
         with pytest.raises(SpaceMismatchError, match="kv_dtype"):
             client.wait_ready()
@@ -686,7 +688,7 @@ def test_a_client_that_is_only_dropped_leaves_nothing_behind(tmp_path: Path) -> 
     before = threading.active_count()
     with make_server(f"ipc://{tmp_path}/s") as server:
         for _ in range(5):
-            with CacheClient(server.address, SPACE, patience=QUICK) as client:
+            with CacheClient(server.address, SPACE, patience=STEADY) as client:
                 client.wait_ready()
     gc.collect()
     assert before >= threading.active_count()  # those of earlier tests may end meanwhile

@@ -26,19 +26,17 @@ from protocol_v2.hello import Limits
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
-from protocol_v2.session_keeper import Patience
 from protocol_v2.shared_memory import GRANULE
 from protocol_v2.sharing import Sharing
 from protocol_v2.tensors import TensorMeta
 from tests.cli.processes import serving
-from tests.protocol_v2.test_client import wait_until
+from tests.protocol_v2.test_client import STEADY, wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.zmq
 
 SPACE = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
 KEYS = chunk_keys(SPACE, range(16), [CacheSalt("tenant")])
-QUICK = Patience(connect=5.0, answer=5.0, ping=1.0, first_delay=0.02, longest_delay=0.2, refused_delay=0.3)
 MIB = 1 << 20
 SECONDS = 60
 
@@ -56,7 +54,7 @@ def make_server(
 @contextlib.contextmanager
 def connected(address: str, shared_memory: int = 8 * MIB, *, attached: bool = True) -> Iterator[CacheClient]:
     """A client, once it is known whether it shares memory."""
-    with CacheClient(address, SPACE, patience=QUICK, timeout=30.0, shared_memory=shared_memory) as client:
+    with CacheClient(address, SPACE, patience=STEADY, timeout=30.0, shared_memory=shared_memory) as client:
         client.wait_ready()
         if client.sharing is not None and attached:
             wait_until(lambda: client.sharing.reader is not None, SECONDS)
@@ -120,7 +118,7 @@ async def test_the_asyncio_client_shares_as_well(tmp_path: Path) -> None:
     """The same calls, and the event loop turns while chunks are copied."""
     server, _ = make_server(f"ipc://{tmp_path}/s")
     with server:
-        async with AsyncCacheClient(server.address, SPACE, patience=QUICK) as client:
+        async with AsyncCacheClient(server.address, SPACE, patience=STEADY) as client:
             await client.wait_ready()
             assert client.sharing is not None
             wait_until(lambda: client.sharing.reader is not None)
@@ -254,7 +252,7 @@ def test_a_client_that_gets_no_shared_memory_is_served_inline(tmp_path: Path) ->
     with server:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
         try:
-            client = CacheClient(server.address, SPACE, patience=QUICK, timeout=30.0)
+            client = CacheClient(server.address, SPACE, patience=STEADY, timeout=30.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
@@ -266,7 +264,7 @@ def test_a_client_that_gets_no_shared_memory_is_served_inline(tmp_path: Path) ->
 PLAIN_CHILD = """
 import sys
 from tests.protocol_v2.test_client_sharing import *
-with CacheClient(sys.argv[1], SPACE, patience=QUICK, timeout=30.0) as client:
+with CacheClient(sys.argv[1], SPACE, patience=STEADY, timeout=30.0) as client:
     client.wait_ready()
     wait_until(lambda: client.sharing.reader is not None or client.sharing.failure is not None, SECONDS)
     print(round_trip(client, "child"), client.sharing.counters.attached, client.sharing.counters.refused, flush=True)

@@ -129,7 +129,7 @@ def test_what_was_read_is_written_where_it_belongs_and_nowhere_else(layout: str,
     reader_block=st.sampled_from([2, 4, 8]),
     writer_block=st.sampled_from([2, 4, 8]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tokens_go_between_engines_with_other_block_sizes(
     chunk_size: int, n_chunks: int, begin: int, short: int, reader_block: int, writer_block: int
 ) -> None:

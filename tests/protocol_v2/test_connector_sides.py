@@ -137,9 +137,7 @@ def test_a_load_goes_on_from_the_engines_own_blocks(clients: dict[int, CacheClie
 @example(
     world=2, groups=1, chunk_size=8, known=32, n_tokens=60, step=60, losing=1, lost=2, local=0, wait=True
 )  # and the other rank does not know of it
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_failed_load_poisons_nothing(
     clients: dict[int, CacheClient],
     world: int,

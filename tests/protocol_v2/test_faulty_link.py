@@ -190,7 +190,7 @@ class FaultyLink(RuleBasedStateMachine):
 
 
 TestFaultyLink = FaultyLink.TestCase
-TestFaultyLink.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestFaultyLink.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -228,12 +228,12 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(max_examples=120, stateful_step_count=30)
 
 
 def test_the_machine_sees_keys_without_extra_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with keys over tokens alone, the same machine finds a wrong hit."""
     monkeypatch.setattr(sys.modules[__name__], "keys_of", token_only_keys_of)
-    quick = settings(max_examples=200, deadline=None, phases=[Phase.generate], database=None)
+    quick = settings(max_examples=200, phases=[Phase.generate], database=None)
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         run_state_machine_as_test(Fleet, settings=quick)

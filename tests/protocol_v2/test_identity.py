@@ -1,6 +1,5 @@
 """Identity between wire and keying: nothing is lost, every bound is checked again, and there is one derivation."""
 
-import time
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from keying import (
     chunk_digests,
     chunk_keys,
 )
+from protocol_v2 import identity
 from protocol_v2.codes import ErrorCode, RefusalCode
 from protocol_v2.errors import HandshakeError, LocalProtocolError, RemoteProtocolError
 from protocol_v2.hello import SpaceFields
@@ -170,16 +170,22 @@ def test_keys_need_a_space() -> None:
     assert ErrorCode.NO_SPACE == caught.value.error_code
 
 
-def test_chunks_are_counted_before_they_are_derived() -> None:
+def test_chunks_are_counted_before_they_are_derived(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's limit costs nothing to keep: two million tokens are refused without a hash."""
-    huge = Keys(tokens=bytes(4 * 2**21))
-    begun = time.perf_counter()
+    derived: list[int] = []
+
+    def counted(space: KeySpace, tokens: Any, *rest: Any, **options: Any) -> Any:
+        derived.append(len(tokens))
+        return chunk_keys(space, tokens, *rest, **options)
+
+    monkeypatch.setattr(identity, "chunk_keys", counted)
     with pytest.raises(RemoteProtocolError) as caught:
-        resolve_keys(huge, SPACE, max_chunks=1000)
-    assert time.perf_counter() - begun < 0.05
+        resolve_keys(Keys(tokens=bytes(4 * 2**21)), SPACE, max_chunks=1000)
     assert ErrorCode.TOO_LARGE == caught.value.error_code
+    assert not derived
     three = keys_of_tokens(TOKENS)
     assert 3 == len(resolve_keys(three, SPACE, max_chunks=3).digests)
+    assert [len(TOKENS)] == derived
     four = keys_of_tokens(TOKENS, partial_tail=True)
     for keys in (four, keys_of_digests([bytes(32)] * 4)):
         with pytest.raises(RemoteProtocolError):

@@ -345,4 +345,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=100, stateful_step_count=30)

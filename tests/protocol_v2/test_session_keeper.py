@@ -702,4 +702,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(max_examples=60, stateful_step_count=30)

@@ -61,7 +61,7 @@ def test_objects_round_trip(obj: StoredObject) -> None:
     assert len(sealed(obj)) == encoded_size(obj.envelope)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(stored_objects())
 def test_every_single_bit_matters(obj: StoredObject) -> None:
     """No object with one bit flipped, anywhere, is opened; with none flipped it is."""

@@ -322,7 +322,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_a_suffix_never_pushes_out_its_own_prefix() -> None:

@@ -320,6 +320,6 @@ class HoldingTrackerMachine(TrackerMachine):
 
 
 TestTracker = TrackerMachine.TestCase
-TestTracker.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestTracker.settings = settings(max_examples=200, stateful_step_count=30)
 TestHoldingTracker = HoldingTrackerMachine.TestCase
-TestHoldingTracker.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestHoldingTracker.settings = settings(max_examples=200, stateful_step_count=30)
