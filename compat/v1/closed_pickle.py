@@ -57,7 +57,7 @@ class Grammar:
     globals: frozenset[str]
     calls: Mapping[str, Callable[[tuple[Any, ...]], Any]] = field(default_factory=dict)
     persistent: Callable[[Any], Any] | None = None
-    max_steps: int = 256
+    max_steps: int = 64
 
 
 def load(data: memoryview, start: int, grammar: Grammar) -> tuple[Any, int]:

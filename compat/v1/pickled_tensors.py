@@ -77,6 +77,7 @@ _V3: Final = "torch._utils _rebuild_tensor_v3"
 _LOAD: Final = "torch.storage _load_from_bytes"
 _HOOKS: Final = "collections OrderedDict"
 _U64: Final = struct.Struct("<Q")
+_TOO_MUCH: Final = "pickled tensors: share memory, and together are too much more than the message"
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
 
@@ -126,11 +127,13 @@ def read_tensors(
     view = memoryview(data).cast("B") if data else memoryview(b"")
     if len(view) > max_bytes:
         raise PickleRefusedError(f"pickled tensors: got {len(view)} bytes, at most {max_bytes}")
+    room = max(len(view), max_shared)
+    calls = _Calls(max_tensors, room)
     grammar = Grammar(
         protocols=frozenset({4, 5}),
         opcodes=_OUTER_OPCODES,
         globals=frozenset({_V2, _V3, _LOAD, _HOOKS, *_BY_NAME}),
-        calls={_V2: _rebuilt_v2, _V3: _rebuilt_v3, _LOAD: _storage, _HOOKS: _hooks},
+        calls={_V2: calls.rebuilt_v2, _V3: calls.rebuilt_v3, _LOAD: calls.storage, _HOOKS: _hooks},
         max_steps=64 * (max_tensors + 1),
     )
     tensors, end = load(view, 0, grammar)
@@ -140,8 +143,8 @@ def read_tensors(
         raise PickleRefusedError("pickled tensors: wanted a list of tensors")
     if len(tensors) > max_tensors:
         raise PickleRefusedError(f"pickled tensors: got {len(tensors)}, at most {max_tensors}")
-    if sum(tensor.nbytes for tensor in tensors) > max(len(view), max_shared):
-        raise PickleRefusedError("pickled tensors: share memory, and together are too much more than the message")
+    if sum(tensor.nbytes for tensor in tensors) > room:  # one that was rebuilt once may be listed often
+        raise PickleRefusedError(_TOO_MUCH)
     return tensors
 
 
@@ -234,33 +237,58 @@ def _hooks(arguments: tuple[Any, ...]) -> Global:
     return Global(_HOOKS)
 
 
-def _rebuilt_v2(arguments: tuple[Any, ...]) -> PickledTensor:
-    if len(arguments) != 6 or type(arguments[0]) is not _Storage or arguments[0].dtype is None:
-        raise PickleRefusedError("pickled tensors: a tensor is not rebuilt from one typed storage")
-    return _rebuilt(arguments[0].data, arguments[0].dtype, arguments[1:])
+class _Calls:
+    """Calls of one message. They are counted as they are made: what they give need not be in the list at the end.
 
+    Args:
+        max_tensors: tensors, and storages, that are made.
+        room: bytes of those tensors together.
+    """
 
-def _rebuilt_v3(arguments: tuple[Any, ...]) -> PickledTensor:
-    dtype = _BY_NAME.get(arguments[6].name) if len(arguments) == 7 and type(arguments[6]) is Global else None
-    if dtype is None or type(arguments[0]) is not _Storage or arguments[0].dtype not in {None, "uint8"}:
-        raise PickleRefusedError("pickled tensors: a tensor is not rebuilt from one storage of bytes and a known dtype")
-    return _rebuilt(arguments[0].data, dtype, arguments[1:6])
+    def __init__(self, max_tensors: int, room: int) -> None:
+        self._max_tensors = max_tensors
+        self._tensors = self._storages = 0
+        self._room = room
 
+    def storage(self, arguments: tuple[Any, ...]) -> _Storage:
+        self._storages += 1
+        if self._storages > self._max_tensors:
+            raise PickleRefusedError(f"pickled tensors: got more than {self._max_tensors} storages, a tensor's each")
+        return _storage(arguments)
 
-def _rebuilt(data: memoryview, dtype: str, arguments: tuple[Any, ...]) -> PickledTensor:
-    offset, shape, stride, grad, hooks = arguments
-    if grad is not False or type(hooks) is not Global or hooks.name != _HOOKS:
-        raise PickleRefusedError("pickled tensors: a tensor wants gradients or has hooks")
-    if not (_extents(shape) and _extents(stride) and len(shape) == len(stride) and _extents((offset,))):
-        raise PickleRefusedError("pickled tensors: offset, shape or stride is out of range")
-    width = DTYPE_BYTES[dtype]
-    n_bytes = math.prod(shape) * width
-    if not n_bytes:
-        return PickledTensor(dtype, shape, b"")
-    last = offset + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    if n_bytes > len(data) or (last + 1) * width > len(data):
-        raise PickleRefusedError("pickled tensors: a tensor reaches past its storage")
-    return PickledTensor(dtype, shape, _gathered(data, width, offset, shape, stride))
+    def rebuilt_v2(self, arguments: tuple[Any, ...]) -> PickledTensor:
+        if len(arguments) != 6 or type(arguments[0]) is not _Storage or arguments[0].dtype is None:
+            raise PickleRefusedError("pickled tensors: a tensor is not rebuilt from one typed storage")
+        return self._rebuilt(arguments[0].data, arguments[0].dtype, arguments[1:])
+
+    def rebuilt_v3(self, arguments: tuple[Any, ...]) -> PickledTensor:
+        dtype = _BY_NAME.get(arguments[6].name) if len(arguments) == 7 and type(arguments[6]) is Global else None
+        if dtype is None or type(arguments[0]) is not _Storage or arguments[0].dtype not in {None, "uint8"}:
+            raise PickleRefusedError(
+                "pickled tensors: a tensor is not rebuilt from one storage of bytes and a known dtype"
+            )
+        return self._rebuilt(arguments[0].data, dtype, arguments[1:6])
+
+    def _rebuilt(self, data: memoryview, dtype: str, arguments: tuple[Any, ...]) -> PickledTensor:
+        offset, shape, stride, grad, hooks = arguments
+        if grad is not False or type(hooks) is not Global or hooks.name != _HOOKS:
+            raise PickleRefusedError("pickled tensors: a tensor wants gradients or has hooks")
+        if not (_extents(shape) and _extents(stride) and len(shape) == len(stride) and _extents((offset,))):
+            raise PickleRefusedError("pickled tensors: offset, shape or stride is out of range")
+        width = DTYPE_BYTES[dtype]
+        n_bytes = math.prod(shape) * width
+        self._tensors += 1
+        self._room -= n_bytes
+        if self._tensors > self._max_tensors:
+            raise PickleRefusedError(f"pickled tensors: got more than {self._max_tensors} tensors")
+        if not n_bytes:
+            return PickledTensor(dtype, shape, b"")
+        last = offset + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+        if n_bytes > len(data) or (last + 1) * width > len(data):
+            raise PickleRefusedError("pickled tensors: a tensor reaches past its storage")
+        if self._room < 0:
+            raise PickleRefusedError(_TOO_MUCH)
+        return PickledTensor(dtype, shape, _gathered(data, width, offset, shape, stride))
 
 
 def _extents(values: object) -> bool:
