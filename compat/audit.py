@@ -16,7 +16,7 @@ Source: docs/spec/v1-formats.md, "Storage names"; docs/spec/storage-2.md.
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -180,11 +180,15 @@ def audit(
     return counts
 
 
-def folder_names(folder: Path) -> Iterator[StoredName]:
+def folder_names(folder: Path, *, on_error: Callable[[OSError], None] | None = None) -> Iterator[StoredName]:
     """Every file below a folder. Links are listed, never followed; what vanishes meanwhile is left out.
 
+    Args:
+        folder: the store's.
+        on_error: told of what is below and cannot be looked at, which is left out; None raises it.
+
     Raises:
-        OSError: a folder that cannot be listed.
+        OSError: the folder itself cannot be listed.
     """
     waiting = [""]
     while waiting:
@@ -192,20 +196,30 @@ def folder_names(folder: Path) -> Iterator[StoredName]:
         try:
             with os.scandir(folder / place) as listing:
                 entries = list(listing)
-        except FileNotFoundError:
-            if place:
-                continue
-            raise
+        except OSError as error:
+            if not place:
+                raise
+            _left_out(error, on_error)
+            continue
         for entry in entries:
             name = f"{place}{entry.name}"
             try:
                 facts = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
+            except OSError as error:
+                _left_out(error, on_error)
                 continue
             if stat.S_ISDIR(facts.st_mode):
                 waiting.append(f"{name}/")
             else:
                 yield StoredName(name, facts.st_size, facts.st_mtime, stat.S_ISREG(facts.st_mode))
+
+
+def _left_out(error: OSError, on_error: Callable[[OSError], None] | None) -> None:
+    if isinstance(error, FileNotFoundError):  # removed, or renamed, since its folder was listed
+        return
+    if on_error is None:
+        raise error
+    on_error(error)
 
 
 def described_models(folder: Path) -> dict[str, str]:

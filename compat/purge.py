@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -58,6 +58,7 @@ class Verdict(StrEnum):
     NOT_ASKED = "not asked for"
     CHANGED = "changed meanwhile"
     """Judged to go, and found younger, or another thing, when it was to be removed."""
+    FAILED = "could not be removed"
     AGE_UNKNOWN = "age unknown"
     AMBIGUOUS = "ambiguous model"
     MODEL_UNKNOWN = "model unknown"
@@ -88,7 +89,12 @@ def verdict(stored: StoredName, what: Identity, criteria: Criteria, now: float) 
 
 
 def purge_folder(
-    folder: Path, criteria: Criteria, *, dry_run: bool = True, now: float | None = None
+    folder: Path,
+    criteria: Criteria,
+    *,
+    dry_run: bool = True,
+    now: float | None = None,
+    on_error: Callable[[OSError], None] | None = None,
 ) -> Iterator[tuple[StoredName, Verdict]]:
     """List a folder and remove what is to go, file by file, as the iterator is advanced.
 
@@ -97,13 +103,15 @@ def purge_folder(
         criteria: what goes.
         dry_run: say what would go, and touch nothing.
         now: seconds since the epoch; None for the clock.
+        on_error: told of each file that cannot be removed, and of what is below and cannot be looked at: it stays, and
+            the purge goes on. None raises it.
 
     Yields:
         Each file and what became, or would become, of it: a retired one is gone by then.
 
     Raises:
         PurgeRefusedError: a live server owns the folder, and names of its schema may go.
-        OSError: a folder that cannot be listed, or a file that cannot be removed; running again goes on.
+        OSError: the folder itself cannot be listed.
     """
     with contextlib.ExitStack() as held:
         if not dry_run:
@@ -115,7 +123,7 @@ def purge_folder(
                 held.enter_context(_owning(folder, schema))
         models = described_models(folder)
         moment = time.time() if now is None else now
-        for stored in folder_names(folder):
+        for stored in folder_names(folder, on_error=on_error):
             what = identify(stored, models)
             outcome = verdict(stored, what, criteria, moment)
             if outcome is Verdict.RETIRED and not dry_run:
@@ -123,14 +131,24 @@ def purge_folder(
                 if ours and int(stored.name.split("/")[0].removeprefix("xk")) not in owned:
                     yield stored, Verdict.NOT_ASKED
                     continue
-                if not remove_file(folder, stored, criteria, moment, with_folder=ours):
+                try:
+                    gone = remove_file(folder, stored, criteria, moment, with_folder=ours)
+                except OSError as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
+                    yield stored, Verdict.FAILED
+                    continue
+                if not gone:
                     yield stored, Verdict.CHANGED
                     continue
             yield stored, outcome
 
 
 def remove_file(folder: Path, stored: StoredName, criteria: Criteria, now: float, *, with_folder: bool = False) -> bool:
-    """Remove a file that was judged, if it is still a file and still as old as is asked for.
+    """Remove a file that was judged, if it is still a file, still in that folder, and still as old as is asked for.
+
+    A folder below the store's that has become a link since is not followed: what is behind it was not judged.
 
     Args:
         folder: the store's.
@@ -145,21 +163,41 @@ def remove_file(folder: Path, stored: StoredName, criteria: Criteria, now: float
     Raises:
         OSError: it cannot be removed.
     """
-    path = folder / stored.name
-    with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone, as was asked
-        facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode):
+    above, _, name = stored.name.rpartition("/")
+    try:
+        with _opened(folder, above) as place:
+            facts = os.stat(name, dir_fd=place, follow_symlinks=False)
+            if not stat.S_ISREG(facts.st_mode):
+                return False
+            if criteria.older_than is not None and now - facts.st_mtime <= criteria.older_than:
+                return False
+            os.unlink(name, dir_fd=place)
+    except FileNotFoundError:  # somebody was faster: it is gone, as was asked
+        pass
+    except OSError as error:
+        if error.errno in {errno.ENOTDIR, errno.ELOOP}:
             return False
-        if criteria.older_than is not None and now - facts.st_mtime <= criteria.older_than:
-            return False
-        path.unlink()
-    if with_folder:  # a key's folder goes with its last shard
-        try:
-            path.parent.rmdir()
-        except OSError as error:
-            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
-                raise
+        error.filename = folder / stored.name
+        raise
+    if with_folder:  # a key's folder goes with its last shard; if it is not empty, or cannot go, it stays
+        above, _, name = above.rpartition("/")
+        with contextlib.suppress(OSError), _opened(folder, above) as place:
+            os.rmdir(name, dir_fd=place)
     return True
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, below: str) -> Iterator[int]:
+    """A folder below the store's, reached without following a link."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in filter(None, below.split("/")):
+            deeper = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+            os.close(place)
+            place = deeper
+        yield place
+    finally:
+        os.close(place)
 
 
 @contextlib.contextmanager

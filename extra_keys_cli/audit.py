@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,20 +32,22 @@ def audit(place: str, *, as_json: bool) -> None:
     """Print what a folder or a Redis database holds.
 
     Raises:
-        CommandError: no folder.
+        CommandError: no folder; or, after what was found is printed, a part of it that cannot be looked at.
         CompatError: no server, or one that does not answer.
         OSError: it cannot be listed.
     """
+    left_out = _LeftOut("looked at")
     with _opened(place) as (folder, listing):
         if listing is not None:
             names = _watched(listing.names(), listing.total())
             counts = count_names(names, listing.described_models(), listing.kind)
         else:
-            counts = count_names(_watched(folder_names(folder), None), described_models(folder))
+            counts = count_names(_watched(folder_names(folder, on_error=left_out), None), described_models(folder))
     now = time.time()
     rows = sorted(counts.items(), key=lambda row: (list(Holding).index(row[0].holding), _order(row[0])))
     if as_json:
         stdout.print_json(json.dumps({"groups": [_facts(group, count, now) for group, count in rows]}))
+        left_out.tell()
         return
     total = sum(count.n_bytes for count in counts.values())
     age = "age" if listing is None else "last used"
@@ -66,29 +69,32 @@ def audit(place: str, *, as_json: bool) -> None:
     stdout.print(table)
     if not rows:
         stdout.print("Nothing is there.")
+    left_out.tell()
 
 
 def purge(place: str, criteria: Criteria, *, yes: bool, as_json: bool) -> None:
     """Retire what is asked for, or say what would go.
 
     Raises:
-        CommandError: no folder.
+        CommandError: no folder; or, after all others were done, a file that cannot be removed or looked at.
         CompatError: a live server owns the folder; no Redis server, or one that does not answer.
-        OSError: a file cannot be removed; running again goes on.
+        OSError: it cannot be listed.
     """
+    left_out = _LeftOut("removed or looked at")
     names: Counter[Verdict] = Counter()
     sizes: Counter[Verdict] = Counter()
     with _opened(place) as (folder, listing):
         if listing is not None:
             outcomes = _watched(listing.purge(criteria, dry_run=not yes), listing.total())
         else:
-            outcomes = _watched(purge_folder(folder, criteria, dry_run=not yes), None)
+            outcomes = _watched(purge_folder(folder, criteria, dry_run=not yes, on_error=left_out), None)
         for stored, outcome in outcomes:
             names[outcome] += 1
             sizes[outcome] += stored.n_bytes
     if as_json:
         facts = {outcome: {"names": names[outcome], "bytes": sizes[outcome]} for outcome in Verdict}
         stdout.print_json(json.dumps({"dry_run": not yes, "outcomes": facts}))
+        left_out.tell()
         return
     table = Table("", "names", "bytes", title=escape(_printable(_shown(place, listing))))
     for outcome in Verdict:
@@ -98,6 +104,28 @@ def purge(place: str, criteria: Criteria, *, yes: bool, as_json: bool) -> None:
     stdout.print(table)
     if not yes:
         stdout.print("Nothing was touched; --yes does it.")
+    left_out.tell()
+
+
+@dataclass
+class _LeftOut:
+    """Files and folders that a command could do nothing about; told at its end, since the others are done all the same.
+
+    Args:
+        undone: what could not be done with them.
+    """
+
+    undone: str
+    count: int = 0
+    first: str = ""
+
+    def __call__(self, error: OSError) -> None:
+        self.count += 1
+        self.first = self.first or f"{error.filename}: {error.strerror}"
+
+    def tell(self) -> None:
+        if self.count:
+            raise CommandError(f"{self.count:,} could not be {self.undone}, the first {_printable(self.first)}")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from protocol_v2.client import CacheClient
 from tests.cli.processes import SECONDS, serving
 from tests.cli.processes import run as command
 from tests.compat import mixed_database
-from tests.compat.mixed_folder import RANK, V1, V2, files, fill
+from tests.compat.mixed_folder import GDS, RANK, V1, V2, files, fill
 from tests.compat.v1_writers import MpObject
 from tests.protocol_v2.storage_samples import chain, make_object
 from tests.redis_server import needs_redis, redis_server
@@ -107,6 +107,46 @@ def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
     assert (0, {"groups": []}) == (0, json.loads(run("audit", str(tmp_path), "--json")[1]))
     assert 0 == run("purge", str(tmp_path), "--schema", "1", "--yes")[0]
     assert [] == list(tmp_path.iterdir())
+
+
+_PLAIN_USER = """
+import ctypes, os, sys
+for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: root is then held to the modes of files, too
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, "-m", "extra_keys_cli", *sys.argv[1:]])
+"""
+
+
+def as_a_plain_user(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """One command to its end, by somebody who may not do everything."""
+    return subprocess.run(
+        [sys.executable, "-c", _PLAIN_USER, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def test_what_cannot_be_looked_at_or_removed_is_told_and_all_else_is_done(tmp_path: Path) -> None:
+    """Exit code 1 and one line after the output; once it is allowed, the same purge takes the rest."""
+    fill(tmp_path).close()
+    (tmp_path / "lost+found").mkdir(mode=0)
+    (tmp_path / GDS).parent.chmod(0o555)
+    purge = ("purge", str(tmp_path), "--schema", "1", "--yes", "--json")
+    try:
+        seen = as_a_plain_user("audit", str(tmp_path), "--json")
+        assert (1, 1) == (seen.returncode, len(seen.stderr.splitlines()))
+        assert f"1 could not be looked at, the first {tmp_path}/lost+found: Permission denied" in seen.stderr
+        groups = json.loads(seen.stdout)["groups"]
+        assert len(V1) == sum(group["names"] for group in groups if group["schema"] == 1)
+        done = as_a_plain_user(*purge)
+        outcomes = json.loads(done.stdout)["outcomes"]
+        assert (1, 1) == (done.returncode, len(done.stderr.splitlines()))
+        assert "2 could not be removed or looked at" in done.stderr
+        assert (len(V1) - 1, 1) == (outcomes["retired"]["names"], outcomes["could not be removed"]["names"])
+        assert {GDS} == V1 & files(tmp_path)
+    finally:
+        (tmp_path / "lost+found").chmod(0o700)
+        (tmp_path / GDS).parent.chmod(0o755)
+    done = as_a_plain_user(*purge)
+    assert (0, "", set()) == (done.returncode, done.stderr, V1 & files(tmp_path))
 
 
 def test_entries_of_v1_clients_in_a_v2_store_are_told_apart(tmp_path: Path) -> None:

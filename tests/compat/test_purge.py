@@ -140,3 +140,19 @@ def test_a_file_that_became_younger_since_it_was_judged_stays(tmp_path: Path) ->
     assert {PLAIN, SALTED} == V1 & files(tmp_path)
     assert remove_file(tmp_path, judged[PLAIN], Criteria(schema=1), 1100)
     assert {SALTED} == V1 & files(tmp_path)
+
+
+def test_a_folder_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    """What is behind it was never judged: it stays, and so does an equal file in the folder's old place."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    folders = {"linked": elsewhere, "kept": store / "kept"}
+    for folder in (store / "linked", elsewhere, store / "kept"):
+        folder.mkdir(parents=True)
+        (folder / PLAIN).write_bytes(b"1")
+    judged = [stored for stored in folder_names(store) if stored.name.endswith(PLAIN)]
+    (store / "linked").rename(tmp_path / "moved")
+    (store / "linked").symlink_to(elsewhere)
+    removed = {stored.name.split("/")[0]: remove_file(store, stored, Criteria(schema=1), 0) for stored in judged}
+    assert {"linked": False, "kept": True} == removed
+    assert {"linked": True, "kept": False} == {name: (folder / PLAIN).exists() for name, folder in folders.items()}
+    assert (tmp_path / "moved" / PLAIN).exists()
