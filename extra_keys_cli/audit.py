@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.bar import Bar
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -19,7 +18,8 @@ from compat.audit import audit as count_names
 from compat.purge import Criteria, Verdict, purge_folder
 from compat.redis_listing import RedisListing
 from extra_keys_cli.ages import format_age
-from extra_keys_cli.failures import CommandError, stderr, stdout
+from extra_keys_cli.failures import CommandError
+from extra_keys_cli.screen import printable, shown, stderr, stdout
 from extra_keys_cli.sizes import format_size
 
 T = TypeVar("T")
@@ -51,15 +51,15 @@ def audit(place: str, *, as_json: bool) -> None:
         return
     total = sum(count.n_bytes for count in counts.values())
     age = "age" if listing is None else "last used"
-    table = Table(title=escape(_printable(_shown(place, listing))))
+    table = Table(title=shown(place if listing is None else listing.place))
     for column in ("schema", "what", "model", "salted", "names", "bytes", "share", age):
         table.add_column(column, overflow="fold")  # on a narrow screen nothing is cut off
     for group, count in rows:
         model = "" if group.holding is not Holding.ENTRY else group.model or "unknown"
         table.add_row(
             "" if group.schema is None else str(group.schema),
-            escape(group.format or str(group.holding)),
-            escape(_printable(model)) + (" (ambiguous)" if group.ambiguous else ""),
+            shown(group.format or group.holding),
+            shown(model) + (" (ambiguous)" if group.ambiguous else ""),
             {None: "", True: "yes", False: "no"}[group.salted],
             f"{count.names:,}",
             format_size(count.n_bytes),
@@ -96,11 +96,11 @@ def purge(place: str, criteria: Criteria, *, yes: bool, as_json: bool) -> None:
         stdout.print_json(json.dumps({"dry_run": not yes, "outcomes": facts}))
         left_out.tell()
         return
-    table = Table("", "names", "bytes", title=escape(_printable(_shown(place, listing))))
+    table = Table("", "names", "bytes", title=shown(place if listing is None else listing.place))
     for outcome in Verdict:
         if names[outcome] or outcome is Verdict.RETIRED:
-            shown = "would be retired" if outcome is Verdict.RETIRED and not yes else str(outcome)
-            table.add_row(shown, f"{names[outcome]:,}", format_size(sizes[outcome]))
+            what = "would be retired" if outcome is Verdict.RETIRED and not yes else str(outcome)
+            table.add_row(what, f"{names[outcome]:,}", format_size(sizes[outcome]))
     stdout.print(table)
     if not yes:
         stdout.print("Nothing was touched; --yes does it.")
@@ -139,14 +139,9 @@ def _opened(place: str) -> Iterator[tuple[Path, RedisListing | None]]:
     if not place or not folder.is_dir():  # an empty text, from a variable that is not set, is not the current folder
         what = "is no place" if not place else "is a file" if folder.exists() else "is not there"
         raise CommandError(
-            f"{_printable(place) or repr(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
+            f"{printable(place) or repr(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
         )
     yield folder, None
-
-
-def _shown(place: str, listing: RedisListing | None) -> str:
-    """The place without a user or a password."""
-    return place if listing is None else listing.place
 
 
 def _watched(items: Iterable[T], total: int | None) -> Iterator[T]:
@@ -181,10 +176,6 @@ def _age(moment: float | None, now: float) -> int | None:
 
 def _order(group: Group) -> tuple[int, str, str, bool, str]:
     return (group.schema or 0, group.format or "", group.model or "", group.ambiguous, str(group.salted))
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def _facts(group: Group, count: Count, now: float) -> dict[str, object]:

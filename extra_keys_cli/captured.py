@@ -6,14 +6,11 @@ derives keys in the one way there is.
 
 import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import typer
-
-FILE_NAME = "vllm_requests.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +24,8 @@ class CapturedRequest:
 
 
 def default_file() -> Path:
-    """The captured requests of the distribution, or of the source tree."""
-    installed = Path(str(files("extra_keys_cli"))) / "data" / FILE_NAME
-    return installed if installed.exists() else Path(__file__).resolve().parent.parent / "examples" / "data" / FILE_NAME
+    """The captured requests that come with the command."""
+    return Path(__file__).parent / "data" / "vllm_requests.jsonl"
 
 
 def read_captured(path: Path) -> list[CapturedRequest]:
@@ -39,14 +35,16 @@ def read_captured(path: Path) -> list[CapturedRequest]:
         typer.BadParameter: no such file, or a line that is not one of these requests.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path}: no text; wanted a JSON object a line") from None
     requests = []
     for number, line in enumerate(lines, 1):
         try:
             requests.append(_request(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise typer.BadParameter(f"{path}, line {number}: not a captured request ({error!r})") from None
     if not requests:
         raise typer.BadParameter(f"{path}: holds no requests")

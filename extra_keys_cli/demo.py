@@ -7,6 +7,7 @@ keys over raw tokens would have served.
 
 import contextlib
 import hashlib
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ from rich.text import Text
 
 from compat.v1 import V1Generation, v1_chunk_hashes
 from extra_keys_cli.captured import CapturedRequest
-from extra_keys_cli.failures import CommandError, stderr, stdout
+from extra_keys_cli.failures import CommandError
 from extra_keys_cli.oracle import ChunkIdentity, chunk_identities, why_not
 from extra_keys_cli.places import socket_address
+from extra_keys_cli.screen import stderr, stdout
 from keying import ChunkKey, KeySpace, MultimodalItem, chunk_keys
 from keying.engines import from_vllm
 from protocol_v2.client import CacheClient
@@ -228,12 +230,8 @@ def result_table(requests: list[Prepared], rounds: list[list[Verdict]], v1_wrong
         "v1-raw wrong: chunks of another request's KV that keys over\n"
         "raw tokens and salt would have served in the first run.",
     )
-    table.add_column("request", min_width=22)
-    for header in ("chunks", "1st"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("why not more")
-    for header in ("2nd", "restart", "v1-raw wrong"):
-        table.add_column(header, justify="right", no_wrap=header != "v1-raw wrong")
+    for header in ("request", "chunks", "1st", "why not more", "2nd", "restart", "v1-raw\nwrong"):
+        table.add_column(header, justify="left" if header in {"request", "why not more"} else "right")
     model = ""
     for number, one in enumerate(requests):
         if one.space.model != model:
@@ -271,7 +269,12 @@ def demo(captured: list[CapturedRequest], folder: Path, chunk_size: int) -> bool
 
     Returns:
         Whether there was no wrong hit, no missing hit and no lost entry.
+
+    Raises:
+        CommandError: torch is not installed, or the server could not be started or stopped.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("the demo stores torch tensors, and torch is not installed; install extra-keys[torch]")
     requests = [prepare(one, chunk_size) for one in captured]
     rounds = run_rounds(requests, folder)
     v1_wrong = wrong_v1_hits(requests)

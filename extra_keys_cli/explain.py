@@ -1,14 +1,11 @@
 """What a key is the hash of, and where the keys of two requests part: read back from the pre-images themselves."""
 
 from itertools import zip_longest
+from typing import Final
 
-from rich.markup import escape
-from rich.table import Table
-
-from extra_keys_cli.failures import stdout
 from extra_keys_cli.key_inputs import KeyInputs
+from extra_keys_cli.screen import shown, stdout
 from keying import (
-    ChunkKey,
     EmbedsPart,
     LoraPart,
     MultimodalPart,
@@ -18,6 +15,9 @@ from keying import (
     decode_part,
     format_digest,
 )
+
+LONGEST_TEXT: Final = 80
+"""Characters of a name or value that are shown: any digest is whole."""
 
 
 def describe_part(encoded: bytes) -> str:
@@ -39,20 +39,22 @@ def describe_part(encoded: bytes) -> str:
 
 
 def explain(inputs: KeyInputs) -> None:
-    """Print the space and one row a chunk."""
+    """Print the space, and each chunk's key with what is in it beside the tokens."""
     space = inputs.space
-    stdout.print(
-        f"space {escape(space.model)}  revision {escape(space.model_revision) or '-'}  kv_dtype {space.kv_dtype}  "
-        f"chunk {space.chunk_size}  layout {escape(space.kv_layout) or '-'}  root {format_digest(space.root)}",
-        highlight=False,
-        soft_wrap=True,
+    _say(
+        f"space {space.model}  revision {space.model_revision or '-'}  kv_dtype {space.kv_dtype}  "
+        f"chunk {space.chunk_size}  layout {space.kv_layout or '-'}"
     )
+    _say(f"root {format_digest(space.root)}")
     for name, value in space.attributes.items():
-        stdout.print(f"  {escape(name)} = {escape(_short(value, 80))}", highlight=False)
-    table = Table("#", "positions", "key", "beside the tokens")
+        _say(f"  {name} = {_short(value)}")
     for place, key in enumerate(inputs.keys):
-        table.add_row(str(place), f"{key.start}-{key.stop}", str(key), _parts(key))
-    stdout.print(table)
+        _say(f"chunk {place}, tokens {key.start} to {key.stop}")
+        _say(f"  {key}")
+        for encoded in key.parts:
+            _say(f"  {describe_part(encoded)}")
+    if not inputs.keys:
+        _say(f"no key: {len(inputs.tokens)} tokens fill no chunk of {space.chunk_size}")
 
 
 def diff(one: KeyInputs, other: KeyInputs) -> bool:
@@ -64,31 +66,36 @@ def diff(one: KeyInputs, other: KeyInputs) -> bool:
     if one.space != other.space:
         names = ["model", "model_revision", "kv_dtype", "chunk_size", "kv_layout", "attributes"]
         differing = [name for name in names if getattr(one.space, name) != getattr(other.space, name)]
-        stdout.print(f"no chunk is shared: the spaces differ in {', '.join(differing)}", highlight=False)
+        _say(f"no chunk is shared: the spaces differ in {', '.join(differing)}")
         return False
-    shared = sum(1 for a, b in zip(one.keys, other.keys, strict=False) if a.digest == b.digest)
-    if shared == len(one.keys) == len(other.keys):
-        stdout.print(f"all {shared} chunks are shared", highlight=False)
+    place = sum(1 for a, b in zip(one.keys, other.keys, strict=False) if a.digest == b.digest)
+    if place == len(one.keys) == len(other.keys):
+        _say(f"shared: all {_chunks(place)}" if place else "neither request fills a chunk")
         return True
-    stdout.print(f"the first {shared} chunks are shared; from chunk {shared} on none is:", highlight=False)
-    if shared == min(len(one.keys), len(other.keys)):
-        stdout.print("  one request has no more chunks", highlight=False)
+    if place == min(len(one.keys), len(other.keys)):
+        ends, goes_on, longer = ("first", "second", other) if place == len(one.keys) else ("second", "first", one)
+        _say(f"shared: {_chunks(place)}, all of the {ends} request; the {goes_on} has {len(longer.keys)}")
         return False
-    a, b = one.keys[shared], other.keys[shared]
+    _say(f"shared: {_chunks(place)}; from chunk {place} on none is:")
+    a, b = one.keys[place], other.keys[place]
     tokens_a, tokens_b = one.tokens[a.start : a.stop], other.tokens[b.start : b.stop]
     if tokens_a != tokens_b:
-        place = next(i for i, (x, y) in enumerate(zip_longest(tokens_a, tokens_b)) if x != y)
-        stdout.print(f"  tokens differ from position {a.start + place} on", highlight=False)
+        differing_at = next(i for i, (x, y) in enumerate(zip_longest(tokens_a, tokens_b)) if x != y)
+        _say(f"  tokens differ from position {a.start + differing_at} on")
     for only, sign in ((set(a.parts) - set(b.parts), "first only: "), (set(b.parts) - set(a.parts), "second only:")):
         for encoded in sorted(only):
-            stdout.print(f"  {sign} {escape(describe_part(encoded))}", highlight=False)
+            _say(f"  {sign} {describe_part(encoded)}")
     return False
 
 
-def _parts(key: ChunkKey) -> str:
-    return "\n".join(escape(describe_part(encoded)) for encoded in key.parts) or "-"
+def _say(line: str) -> None:
+    """One line, never cut or wrapped: keys are there to be copied and searched for."""
+    stdout.print(shown(line), highlight=False, soft_wrap=True)
 
 
-def _short(text: str, limit: int = 24) -> str:
-    printable = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-    return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+def _chunks(count: int) -> str:
+    return f"{count} chunk" if count == 1 else f"{count} chunks"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-stdout = Console()
-stderr = Console(stderr=True)
+from extra_keys_cli.screen import shown, stderr
 
 
 class CommandError(Exception):
@@ -31,7 +28,8 @@ def explained() -> Iterator[None]:
             text = str(error)
         else:
             raise
-        stderr.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+        line = shown(" ".join(text.split()))
+        stderr.print(f"[red]error:[/red] {line}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -2,15 +2,15 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from extra_keys_cli.ages import format_age
-from extra_keys_cli.failures import CommandError, stderr, stdout
+from extra_keys_cli.failures import CommandError
+from extra_keys_cli.screen import shown, stderr, stdout
 from keying import KeySpace
 from protocol_v2 import CacheClient, ProbeReport
 from protocol_v2 import probe as ask
@@ -29,13 +29,14 @@ def probe(address: str, space: KeySpace | None, timeout: float, *, as_json: bool
     Returns:
         Whether a session of wire protocol 2 stood.
     """
+    _say_once()
     report = ask(address, space, timeout=timeout)
     if as_json:
         stdout.print_json(json.dumps(_facts(report)))
     elif report.ok:
         _print_session(report)
     else:
-        stderr.print(f"[red]no session:[/red] {escape(str(report.error))}", highlight=False, soft_wrap=True)
+        stderr.print(f"[red]no session:[/red] {shown(report.error)}", highlight=False, soft_wrap=True)
     return report.ok
 
 
@@ -45,7 +46,7 @@ def status(address: str, timeout: float, *, as_json: bool) -> None:
     Raises:
         ProtocolError: no session, or no answer in time.
     """
-    logging.getLogger("protocol_v2").setLevel(logging.ERROR)  # that nobody answers is said once, by the error
+    _say_once()
     with CacheClient(address, role="status", timeout=timeout) as client:
         try:
             client.wait_ready()
@@ -55,16 +56,25 @@ def status(address: str, timeout: float, *, as_json: bool) -> None:
     if as_json:
         stdout.print_json(json.dumps(facts))
         return
-    table = Table("fact", "value")
+    table = Table("fact", Column("value", overflow="fold"))
     group = ""
     for name, value in sorted(facts.items()):
         first = name.split(".", 1)[0]
         if group and first != group:
             table.add_section()
         group = first
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else escape(str(value)))
+        table.add_row(name, "-" if value is None else f"{value:,}" if isinstance(value, int) else shown(value))
     stdout.print(table)
     stdout.print(_who_is_there(facts), highlight=False, soft_wrap=True)
+
+
+def _say_once() -> None:
+    """That nobody answers is said by the command, and not by a warning of the client as well."""
+    logging.getLogger("protocol_v2").setLevel(logging.ERROR)
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, versions)) or "none"
 
 
 def _who_is_there(facts: Mapping[str, Any]) -> str:
@@ -113,23 +123,25 @@ def _print_session(report: ProbeReport) -> None:
     facts = _facts(report)
     asked, agreed, server = facts["asked"], facts["agreed"], facts["server"]
     floor = asked["floor"]
-    table = Table("", "we", "server", "agreed", title=f"session with {escape(report.address)}")
+    columns = (Column(name, overflow="fold") for name in ("", "we", "server", "agreed"))
+    table = Table(*columns, title=f"session with {shown(report.address)}")
     for name, *cells in (
         ("capabilities", "", ", ".join(facts["capabilities"] or ["none said"]), ""),
-        ("wire version", f"{asked['wire']}, at least {floor['wire']}", "", agreed["wire"]),
-        ("key schema", f"{asked['schemas']}, at least {floor['schema']}", "", agreed["schema"]),
+        ("wire version", f"{_listed(asked['wire'])}, at least {floor['wire']}", "", agreed["wire"]),
+        ("key schema", f"{_listed(asked['schemas'])}, at least {floor['schema']}", "", agreed["schema"]),
         ("features", ", ".join(asked["features"]) or "none", "", ", ".join(agreed["features"]) or "none"),
         ("space", report.space.model if report.space else "none", "", ""),
         ("software", "extra-keys", server["software"], ""),
         ("boot id", "", server["boot_id"], ""),
         ("hello, ping", f"{facts['hello_ms']} ms, {facts['ping_ms']} ms", "", ""),
     ):
-        table.add_row(name, *(escape(str(cell)) for cell in cells))
+        table.add_row(name, *map(shown, cells))
     stdout.print(table)
     for one in facts["space_notice"]:
         stdout.print(
             f"[yellow]space differs from the nearest that the server holds:[/yellow] "
-            f"{escape(one['field'])} is {escape(repr(one['asked']))}, held {escape(repr(one['accepted']))}"
+            f"{shown(one['field'])} is {shown(repr(one['asked']))}, held {shown(repr(one['accepted']))}",
+            soft_wrap=True,
         )
     limits = Table("limit", "value")
     for name, value in facts["limits"].items():

@@ -1,13 +1,15 @@
 """The demo: right on real requests, and able to see what it is there to see."""
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from extra_keys_cli import demo as demo_module
 from extra_keys_cli.captured import default_file, read_captured
-from extra_keys_cli.demo import Prepared, demo, prepare, wrong_v1_hits
+from extra_keys_cli.demo import Prepared, Verdict, demo, prepare, result_table, wrong_v1_hits
+from extra_keys_cli.failures import CommandError
 from keying import chunk_keys
 from tests.cli.processes import run
 
@@ -21,6 +23,27 @@ def test_the_demo_runs_and_says_that_nothing_was_wrong() -> None:
     assert "0 of them wrong; 0 requests" in " ".join(done.stdout.split())
     for captured in read_captured(default_file()):
         assert captured.label in done.stdout
+
+
+def test_every_column_is_there_on_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is whole where it is piped: what v1 would have served wrongly is the last column. Also with faults."""
+    requests = [prepare(one, 32) for one in read_captured(default_file())]
+    right, wrong = Verdict(18, 18, 0, "longer than all before"), Verdict(18, 5, 118, "other picture and text")
+    for verdict in (right, wrong):
+        table = result_table(requests, [[verdict] * len(requests)] * 3, [115] * len(requests))
+        Console(width=80).print(table)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "┏┃┡│├└"]
+        assert len(lines) > len(requests)
+        assert {line[-1] for line in lines} <= set("┓┃┩│┤┘")
+        assert len(requests) == sum(line.split("│")[-2].strip() == "115" for line in lines if "│" in line)
+
+
+def test_the_demo_says_what_to_install_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without the extra `torch` is told so, before a server is started."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CommandError, match=r"install extra-keys\[torch\]"):
+        demo(read_captured(default_file()), tmp_path, 32)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("chunk_size", [16, 100])
@@ -57,11 +80,11 @@ def test_what_v1_would_have_served_is_counted_by_request() -> None:
     assert (0, 0, 0) == (wrong[llama, "text again"], wrong[llava, "china again"], wrong[llama, "text, salt tenant-1"])
 
 
-@pytest.mark.parametrize("content", ["", "not json", "{}", json.dumps({"label": "x"})])
-def test_a_file_that_is_none_is_explained(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"not json", b"{}", b"[" * 100_000, b"\xff", b'{"label": "x"}'])
+def test_a_file_that_is_none_is_explained(tmp_path: Path, content: bytes) -> None:
     """A wrong file of requests is named, with the line, and no traceback."""
     path = tmp_path / "requests.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     done = run("demo", "--requests", str(path))
     assert 2 == done.returncode
     assert "requests.jsonl" in "".join(done.stderr.split())

@@ -55,6 +55,17 @@ def test_explain_prints_each_key_and_its_parts(tmp_path: Path) -> None:
     assert b"s3cret".hex() not in shown
 
 
+def test_what_a_file_says_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+    """Names come out as text: no markup, and no escape sequence; keys and identifiers are whole on a narrow screen."""
+    image = "sha256:" + "ab" * 32
+    inputs = {"space": SPACE | {"model": "a[red]b\x1b[31m"}, "tokens": TOKENS, "extra_keys": [["mm", image, 2, 4]]}
+    result = CliRunner().invoke(app, ["explain", "-"], input=json.dumps(inputs), env={"COLUMNS": "40"})
+    assert (0, True) == (result.exit_code, "space a[red]b\ufffd[31m " in result.output)
+    assert "\x1b" not in result.output
+    assert 2 == sum(line.startswith("  xk2:") and len(line) == 70 for line in result.output.splitlines())
+    assert f"item {image}, begins at +2" in result.output
+
+
 def test_explain_reads_standard_input() -> None:
     """A dash stands for standard input."""
     code, shown = run("explain", "-", stdin=json.dumps({"space": SPACE, "tokens": TOKENS}))
@@ -64,12 +75,12 @@ def test_explain_reads_standard_input() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, "all 2 chunks are shared"),
+        ({}, "shared: all 2 chunks"),
         ({"extra_keys": [["mm", "other", 2, 4], *EXTRA[1:]]}, "item other"),
         ({"extra_keys": [*EXTRA[:2], ["salt", "other"], *EXTRA[3:]]}, "salt (not shown)"),
-        ({"tokens": [*TOKENS[:7], 5]}, "first 1 chunks are shared"),
+        ({"tokens": [*TOKENS[:7], 5]}, "shared: 1 chunk; from chunk 1 on none is:"),
         ({"tokens": [*TOKENS[:7], 5]}, "differ from position 7"),
-        ({"tokens": TOKENS[:4]}, "no more chunks"),
+        ({"tokens": TOKENS[:4]}, "shared: 1 chunk, all of the second request; the first has 2"),
         ({"space": SPACE | {"kv_dtype": "float16"}}, "spaces differ in kv_dtype"),
     ],
 )
@@ -87,6 +98,7 @@ def test_diff_names_what_differs(tmp_path: Path, changed: dict[str, Any], expect
         "[]",
         "{}",
         '{"space": {"model": "m"}, "tokens": []}',
+        "[" * 100_000,
         json.dumps({"space": SPACE, "tokens": [True]}),
         json.dumps({"space": SPACE, "tokens": [1], "extra_keys": [["what", "x"]]}),
         json.dumps({"space": SPACE, "tokens": [1], "extra_keys": [["tag", "t", "zz"]]}),

@@ -80,9 +80,15 @@ def test_wrong_usage_is_exit_code_2_and_says_where_help_is(arguments: tuple[str,
         (("explain", "/nowhere"), "No such file"),
         (("explain", "{folder}"), "Is a directory"),
         (("explain", "{folder}/bytes"), "not key inputs"),
-        (("explain", "{folder}/list.json"), "wanted a JSON object"),
+        (("explain", "{folder}/list.json"), "file: got a list, wanted an object"),
         (("explain", "{folder}/kind.json"), "begins with one of mm, lora, salt, tag, embeds, and not with 'image'"),
         (("explain", "{folder}/field.json"), "unknown field 'extra'"),
+        (("explain", "{folder}/absent.json"), "field 'tokens' is missing"),
+        (("explain", "{folder}/values.json"), "mm: missing a required argument: 'length'"),
+        (("explain", "{folder}/space.json"), "space: got an unexpected keyword argument 'models'"),
+        (("explain", "{folder}/deep.json"), "not key inputs (maximum recursion depth"),
+        (("probe", "ipc://x", "--space", "{folder}/deep.json"), "not a space (maximum recursion depth"),
+        (("probe", "ipc:///nowhere/at/all.sock", "--timeout", "1"), "no session:"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
@@ -90,6 +96,10 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_1(tmp_path: Path, argumen
     (tmp_path / "bytes").write_bytes(b"\xff\x00\xca")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "kind.json").write_text(json.dumps(INPUTS | {"extra_keys": [["image", "a", 0, 4]]}))
+    (tmp_path / "absent.json").write_text(json.dumps({"space": SPACE}))
+    (tmp_path / "values.json").write_text(json.dumps(INPUTS | {"extra_keys": [["mm", "a", 0]]}))
+    (tmp_path / "space.json").write_text(json.dumps(INPUTS | {"space": SPACE | {"models": 1}}))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "field.json").write_text(json.dumps(INPUTS | {"extra": 1}))
     done = run(*(one.format(folder=tmp_path) for one in arguments), cache_home=tmp_path)
     assert (1, "") == (done.returncode, done.stdout)
