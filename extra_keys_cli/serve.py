@@ -15,7 +15,8 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 
 from compat import V1Front
-from extra_keys_cli.failures import CommandError, stderr, stdout
+from extra_keys_cli.failures import CommandError
+from extra_keys_cli.screen import shown, stderr, stdout
 from extra_keys_cli.sizes import format_size
 from keying import KeySpace
 from protocol_v2.cache import ChunkCache
@@ -136,11 +137,14 @@ def _sharing(options: ServeOptions) -> Sharing | None:
 
 def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCache:
     """The cache over its tiers, with the disk tier's entries found again; a bar shows where that takes long."""
-    if options.store is not None and options.store.exists() and not options.store.is_dir():
-        raise CommandError(f"{options.store}: a file; give a folder for the store")
     if options.store is None:
         return ChunkCache(options.memory, remote=remote)
-    disk = DiskTier(options.store, budget=options.disk, fsync=options.fsync)
+    if options.store.exists() and not options.store.is_dir():
+        raise CommandError(f"{options.store}: a file; give a folder for the store")
+    try:
+        disk = DiskTier(options.store, budget=options.disk, fsync=options.fsync)
+    except TierError as error:  # which does not say where
+        raise CommandError(f"{options.store}: {error}") from None
     if disk.reclaimed:
         logging.getLogger(__name__).warning(
             "the last server on this store did not stop in order; its entries are checked"
@@ -150,7 +154,7 @@ def _loaded_cache(options: ServeOptions, remote: RemoteTier | None) -> ChunkCach
         bar = progress.add_task("reading the store", total=None)
         found = cache.load(lambda done, total: progress.update(bar, completed=done, total=total))
     if found and not options.quiet:
-        stdout.print(f"found {found} entries in {options.store}", highlight=False)
+        stdout.print(f"found {found} entries in {shown(options.store)}", highlight=False, soft_wrap=True)
     return cache
 
 

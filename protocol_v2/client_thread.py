@@ -27,11 +27,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol_v2.addresses import WANTED, is_address
+from protocol_v2.addresses import checked_address
 from protocol_v2.errors import (
     ClientClosedError,
-    LocalProtocolError,
-    LocalTypeError,
     ProtocolError,
     ServerUnavailableError,
 )
@@ -105,7 +103,7 @@ class ClientThread:
         max_frame_bytes: int,
         sharing: ClientSharing | None = None,
     ) -> None:
-        self.address = checked_address(address)
+        self.address = one_address(address)
         self.keeper = keeper
         self._sharing = sharing
         self._max_frame_bytes = max_frame_bytes
@@ -383,7 +381,7 @@ class ClientThread:
             self._finish(ticket, ClientClosedError("the client was closed"), time.monotonic())
 
 
-def checked_address(address: str | Sequence[str]) -> str:
+def one_address(address: str | Sequence[str]) -> str:
     """The address of a server; a sequence of one is that one, and no text is taken letter by letter.
 
     Raises:
@@ -392,11 +390,7 @@ def checked_address(address: str | Sequence[str]) -> str:
     """
     if isinstance(address, list | tuple) and len(address) == 1:
         address = address[0]
-    if not isinstance(address, str):
-        raise LocalTypeError(f"address: got {type(address).__name__}, wanted {WANTED}")
-    if not is_address(address):
-        raise LocalProtocolError(f"address: got {address[:256]!r}, wanted {WANTED}")
-    return address
+    return checked_address(address, "address")
 
 
 def _event_name(happened: int) -> str:

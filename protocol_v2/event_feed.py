@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from protocol_v2.addresses import checked_address
 from protocol_v2.chunk_events import EventError, decode_batch
 from protocol_v2.errors import LocalProtocolError, ProtocolError
 from protocol_v2.event_log import EventLog, FeedReader
@@ -57,10 +58,13 @@ class EventPublisher:
         spaces: told at once; see `describe`.
 
     Raises:
-        LocalProtocolError: an address that cannot be bound.
+        LocalProtocolError: what is no address, or cannot be bound.
     """
 
     def __init__(self, address: str, replay_address: str | None = None, *, spaces: Iterable[KeySpace] = ()) -> None:
+        checked_address(address, "events")
+        if replay_address is not None:
+            checked_address(replay_address, "events replay")
         self._boot = os.urandom(16)
         self._log = EventLog(self._boot)
         self._topics: dict[bytes, bytes] = {}
@@ -177,6 +181,9 @@ class EventSubscriber:
         root: of the space to listen to; None for the only one that an engine's connector tells of. A server tells of
             many.
         replay_timeout: seconds to wait for an answer.
+
+    Raises:
+        LocalProtocolError: what is no address.
     """
 
     def __init__(
@@ -187,6 +194,9 @@ class EventSubscriber:
         root: bytes | None = None,
         replay_timeout: float = 2.0,
     ) -> None:
+        checked_address(address, "events")
+        if replay_address is not None:
+            checked_address(replay_address, "events replay")
         self._reader = FeedReader()
         self._topic = b"" if root is None else topic_of(root)
         self._replay_timeout = replay_timeout

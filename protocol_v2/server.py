@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from protocol_v2.addresses import WANTED, is_address
+from protocol_v2.addresses import WANTED, checked_address
 from protocol_v2.errors import LocalProtocolError
 
 if TYPE_CHECKING:
@@ -299,7 +299,4 @@ def checked_addresses(listen: str | Sequence[str]) -> tuple[str, ...]:
     addresses = (listen,) if isinstance(listen, str) else tuple(listen)
     if not addresses:
         raise LocalProtocolError(f"listen: no address; give {WANTED}")
-    for address in addresses:
-        if not isinstance(address, str) or not is_address(address):
-            raise LocalProtocolError(f"listen: got {address!r}, wanted {WANTED}")
-    return addresses
+    return tuple(checked_address(address, "listen") for address in addresses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol_v2.client_thread import checked_address
+from protocol_v2.client_thread import one_address
 from protocol_v2.errors import LocalProtocolError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ConnectorSettings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        checked_address(self.address)
+        one_address(self.address)
         _whole("chunk_size", self.chunk_size, 1, 2**31 - 1)
         _whole("save_queue_mib", self.save_queue_mib, 1, 2**20)
         for name in ("lookup_timeout", "load_timeout", "store_timeout"):

@@ -49,7 +49,7 @@ class FolderInUseError(TierError):
 
     def __init__(self, pid: int | None) -> None:
         super().__init__(
-            f"folder: a live server (process {pid if pid is not None else 'unknown'}) has it; stop that one or give "
+            f"a live server (process {pid if pid is not None else 'unknown'}) has the folder; stop that one or give "
             "this one a folder of its own"
         )
         self.pid = pid

@@ -46,7 +46,8 @@ class Fsync(enum.Enum):
 
 def tier_error(error: OSError, doing: str) -> TierError:
     """The typed error for what the operating system said. It names the operation and the error, never a path."""
-    name = errno.errorcode.get(error.errno or 0, str(error.errno))
+    number = error.errno or 0
+    name = f"{errno.errorcode.get(number, number)} ({os.strerror(number)})"
     if error.errno in _FULL:
         return TierFullError(f"{doing}: {name}; free some space or lower the budget")
     if error.errno in _READ_ONLY:
