@@ -19,7 +19,7 @@ from compat.purge import Criteria, Verdict, purge_folder
 from compat.redis_listing import RedisListing
 from extra_keys_cli.ages import format_age
 from extra_keys_cli.failures import CommandError
-from extra_keys_cli.screen import printable, shown, stderr, stdout
+from extra_keys_cli.screen import shown, stderr, stdout
 from extra_keys_cli.sizes import format_size
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class _LeftOut:
 
     def tell(self) -> None:
         if self.count:
-            raise CommandError(f"{self.count:,} could not be {self.undone}, the first {_printable(self.first)}")
+            raise CommandError(f"{self.count:,} could not be {self.undone}, the first {self.first}")
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _opened(place: str) -> Iterator[tuple[Path, RedisListing | None]]:
     if not place or not folder.is_dir():  # an empty text, from a variable that is not set, is not the current folder
         what = "is no place" if not place else "is a file" if folder.exists() else "is not there"
         raise CommandError(
-            f"{printable(place) or repr(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
+            f"{place or repr(place)} {what}; give the folder of a store, or the URL of a server (redis://host:6379/0)"
         )
     yield folder, None
 
