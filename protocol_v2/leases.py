@@ -153,6 +153,7 @@ class LeaseTable:
         self._max_lapsed = max_lapsed
         self._leases: dict[bytes, Lease] = {}
         self._lapsed: OrderedDict[bytes, Lease] = OrderedDict()
+        #: ids of leases that stand or lapsed: what ends them together never walks through those of others
         self._by_owner: dict[Hashable, dict[bytes, None]] = {}
         self._by_session: dict[Hashable, dict[bytes, None]] = {}
         self._counts: dict[ChunkId, int] = {}
@@ -214,9 +215,11 @@ class LeaseTable:
                 f"{self._max_held}; release some or retry later"
             )
         lease = Lease(self._new_id(), owner, session, tuple(chunks), world, groups, ttl, now + ttl)
-        if lease.id in self._leases:
+        if lease.id in self._leases or lease.id in self._lapsed:
             raise LocalProtocolError("lease: the id source gave the same id twice")
-        self._lapsed.pop(lease.id, None)
+        _index(self._by_owner, lease.owner, lease.id)
+        if lease.session is not None:
+            _index(self._by_session, lease.session, lease.id)
         self._stand(lease)
         return lease
 
@@ -268,12 +271,13 @@ class LeaseTable:
         freed = lease.give_back(start, stop, shard) if start < stop else []
         if lease.id in self._lapsed:  # it holds nothing, so there is nothing to count down
             if not lease.open:
-                del self._lapsed[lease.id]
+                self._forget_lapsed(lease.id)
             return []
         for chunk in freed:
             self._count_down(chunk)
         if not lease.open:
-            self._forget(lease)
+            del self._leases[lease.id]
+            self._unindex(lease)
         return freed
 
     def expire(self, now: float) -> list[ChunkId]:
@@ -284,10 +288,10 @@ class LeaseTable:
             lease = self._leases.get(lease_id)
             if lease is None or lease.expires != expires:  # released before, or taken again with a later end
                 continue
-            freed += self._drop(lease)
+            freed += self._end(lease)
             self._lapsed[lease_id] = lease
             if len(self._lapsed) > self._max_lapsed:
-                self._lapsed.popitem(last=False)
+                self._forget_lapsed(next(iter(self._lapsed)))
         return freed
 
     def next_expiry(self) -> float | None:
@@ -296,31 +300,25 @@ class LeaseTable:
 
     def drop_session(self, session: Hashable) -> list[ChunkId]:
         """End all leases of a session; the chunks that they held."""
-        freed = self._drop_all(self._by_session.get(session))
-        self._forget_lapsed(lambda lease: lease.session == session)
-        return freed
+        return self._drop_all(self._by_session.get(session))
 
     def drop_owner(self, owner: Hashable) -> list[ChunkId]:
         """End all leases of a client; the chunks that they held."""
-        freed = self._drop_all(self._by_owner.get(owner))
-        self._forget_lapsed(lambda lease: lease.owner == owner)
-        return freed
-
-    def _forget_lapsed(self, gone: Callable[[Lease], bool]) -> None:
-        for lease_id in [lease.id for lease in self._lapsed.values() if gone(lease)]:
-            del self._lapsed[lease_id]
+        return self._drop_all(self._by_owner.get(owner))
 
     def _drop_all(self, ids: dict[bytes, None] | None) -> list[ChunkId]:
         freed: list[ChunkId] = []
         for lease_id in list(ids or ()):
-            freed += self._drop(self._leases[lease_id])
+            if lease_id in self._lapsed:
+                self._forget_lapsed(lease_id)
+                continue
+            lease = self._leases[lease_id]
+            freed += self._end(lease)
+            self._unindex(lease)
         return freed
 
     def _stand(self, lease: Lease) -> None:
         self._leases[lease.id] = lease
-        self._by_owner.setdefault(lease.owner, {})[lease.id] = None
-        if lease.session is not None:
-            self._by_session.setdefault(lease.session, {})[lease.id] = None
         heapq.heappush(self._deadlines, (lease.expires, lease.id))
         if len(self._deadlines) > 2 * len(self._leases) + 64:  # most leases are released long before their time
             self._deadlines = [(one.expires, one.id) for one in self._leases.values()]
@@ -330,11 +328,12 @@ class LeaseTable:
             counts[chunk] = counts.get(chunk, 0) + 1
             self._total += 1
 
-    def _drop(self, lease: Lease) -> list[ChunkId]:
+    def _end(self, lease: Lease) -> list[ChunkId]:
+        """Let a lease stand no more; the chunks that it held. It is still its owner's and session's."""
         freed = lease.held()
         for chunk in freed:
             self._count_down(chunk)
-        self._forget(lease)
+        del self._leases[lease.id]
         return freed
 
     def _count_down(self, chunk: ChunkId) -> None:
@@ -345,11 +344,17 @@ class LeaseTable:
         else:
             del self._counts[chunk]
 
-    def _forget(self, lease: Lease) -> None:
-        del self._leases[lease.id]
+    def _forget_lapsed(self, lease_id: bytes) -> None:
+        self._unindex(self._lapsed.pop(lease_id))
+
+    def _unindex(self, lease: Lease) -> None:
         _discard(self._by_owner, lease.owner, lease.id)
         if lease.session is not None:
             _discard(self._by_session, lease.session, lease.id)
+
+
+def _index(index: dict[Hashable, dict[bytes, None]], key: Hashable, lease_id: bytes) -> None:
+    index.setdefault(key, {})[lease_id] = None
 
 
 def _discard(index: dict[Hashable, dict[bytes, None]], key: Hashable, lease_id: bytes) -> None:

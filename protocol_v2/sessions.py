@@ -99,6 +99,7 @@ class SessionTable:
         self._max_keys = max_keys
         self._live: OrderedDict[Hashable, _Session] = OrderedDict()  # least recently used first
         self._ended: OrderedDict[Hashable, tuple[float, Hashable]] = OrderedDict()  # first ended first
+        #: sessions that stand or are remembered as ended: a client that goes never costs a walk through those of others
         self._by_owner: dict[Hashable, dict[Hashable, None]] = {}
         self._keys = 0
 
@@ -173,19 +174,18 @@ class SessionTable:
         known = self._standing(session, now)
         if known is None:
             return False
-        self._forget(session)
+        self._end(session)
         self._ended[session] = (now, known.owner)
         if len(self._ended) > self._max_sessions:
-            self._ended.popitem(last=False)
+            self._forget(next(iter(self._ended)))
         return True
 
     def drop_owner(self, owner: Hashable) -> list[Hashable]:
         """Forget the sessions of a client; the ids of those that had not ended."""
-        dropped = list(self._by_owner.get(owner, ()))
-        for session in dropped:
+        known = list(self._by_owner.get(owner, ()))
+        dropped = [session for session in known if session in self._live]
+        for session in known:
             self._forget(session)
-        for session in [one for one, (_, whose) in self._ended.items() if whose == owner]:
-            del self._ended[session]
         return dropped
 
     def expire(self, now: float) -> list[Hashable]:
@@ -198,7 +198,7 @@ class SessionTable:
         for session in late:
             self._forget(session)
         while self._ended and next(iter(self._ended.values()))[0] + self._ttl <= now:
-            self._ended.popitem(last=False)
+            self._forget(next(iter(self._ended)))
         return late
 
     def _standing(self, session: Hashable, now: float) -> _Session | None:
@@ -216,7 +216,8 @@ class SessionTable:
             raise SessionTableFullError(
                 f"sessions: {len(self._live)} stand, of at most {self._max_sessions}; end some or retry later"
             )
-        self._ended.pop(session, None)
+        if session in self._ended:
+            self._forget(session)
         known = self._live[session] = _Session(root, owner, now)
         self._by_owner.setdefault(owner, {})[session] = None
         return known
@@ -235,12 +236,19 @@ class SessionTable:
         self._keys += len(bound) - before
 
     def _forget(self, session: Hashable) -> None:
-        known = self._live.pop(session)
-        self._keys -= len(known.keys)
-        sessions = self._by_owner[known.owner]
+        """Let go of a session, whether it stands or ended."""
+        ended = self._ended.pop(session, None)
+        owner = self._end(session).owner if ended is None else ended[1]
+        sessions = self._by_owner[owner]
         del sessions[session]
         if not sessions:
-            del self._by_owner[known.owner]
+            del self._by_owner[owner]
+
+    def _end(self, session: Hashable) -> _Session:
+        """Take a session out of those that stand; it is still its owner's."""
+        known = self._live.pop(session)
+        self._keys -= len(known.keys)
+        return known
 
 
 def _check_keys(known: _Session, keys: Sequence[bytes], first: int) -> None:

@@ -15,6 +15,7 @@ from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import LocalProtocolError
 from protocol_v2.leases import Lease, LeaseScopeError, LeaseTable, LeaseTableFullError
 from protocol_v2.storage import Shard
+from tests.protocol_v2.counted_names import CountedName, comparisons_since
 from tests.protocol_v2.storage_samples import ROOT, chain
 
 if TYPE_CHECKING:
@@ -251,6 +252,33 @@ def test_leases_that_are_released_early_cost_nothing() -> None:
         leases.release(grant(leases, 1).id)
     assert len(leases._deadlines) < 200
     assert ({}, {}, {}) == (leases._by_owner, leases._by_session, leases._counts)
+
+
+def test_ends_never_walk_through_what_others_left() -> None:
+    """R: a session or a client that ends costs its own leases, however many of others have lapsed."""
+    leases = table()
+    for number in range(1000):
+        grant(leases, 1, owner=CountedName(f"o{number}"), session=CountedName(f"s{number}"), ttl=1.0)
+    leases.expire(1.0)
+    grant(leases, 1, owner=CountedName("o7"), session=CountedName("s7"))
+    before = CountedName.comparisons
+    assert CHUNKS[:1] == leases.drop_session(CountedName("s7"))
+    assert [] == leases.drop_owner(CountedName("o8"))
+    assert 998 == leases.lapsed
+    assert comparisons_since(before) < 50
+    for number in range(1000):
+        leases.drop_owner(CountedName(f"o{number}"))
+    assert (0, {}, {}) == (leases.lapsed, leases._by_owner, leases._by_session)
+
+
+def test_lapsed_leases_that_are_forgotten_leave_nothing() -> None:
+    """R: a lapsed lease that newer ones push out, or that is released, is in no index any more."""
+    leases = table(max_lapsed=2)
+    granted = [grant(leases, 1, session="s", ttl=1.0 + index) for index in range(4)]
+    leases.expire(100.0)
+    for lease in granted:
+        leases.release(lease.id)
+    assert (0, {}, {}) == (leases.lapsed, leases._by_owner, leases._by_session)
 
 
 def test_misuse_is_told() -> None:

@@ -18,6 +18,7 @@ from protocol_v2.sessions import (
     SessionTable,
     SessionTableFullError,
 )
+from tests.protocol_v2.counted_names import CountedName, comparisons_since
 from tests.protocol_v2.storage_samples import OTHER_ROOT, ROOT, chain
 
 if TYPE_CHECKING:
@@ -188,6 +189,22 @@ def test_sessions_go_with_their_client() -> None:
     assert sessions.state("two", 0.0) is None
     assert SessionState.OPEN is sessions.state("three", 0.0)
     assert 2 == sessions.bound_keys
+
+
+def test_a_client_that_goes_never_walks_through_the_ends_of_others() -> None:
+    """R: a client that goes costs its own sessions, however many of others are remembered as ended."""
+    sessions = table()
+    for number in range(1000):
+        bind(sessions, KEYS[:1], session=f"{number}", owner=CountedName(f"o{number}"))
+        sessions.end(f"{number}", 0.0)
+    bind(sessions, KEYS[:1], session="open", owner=CountedName("o7"))
+    before = CountedName.comparisons
+    assert ["open"] == sessions.drop_owner(CountedName("o7"))
+    assert comparisons_since(before) < 50
+    assert sessions.state("7", 0.0) is None
+    assert SessionState.ENDED is sessions.state("8", 0.0)
+    sessions.expire(TTL)
+    assert {} == sessions._by_owner
 
 
 def test_the_table_is_bounded() -> None:
