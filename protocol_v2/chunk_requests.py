@@ -73,7 +73,7 @@ class ChunkRequests:
 
         def then(now: float) -> None:
             asking.finish(now)
-            if not peer.connection.is_pending(request.request_id):
+            if not peer.connection.awaits(request.request_id, request.message):
                 return  # its session is over, or nobody waits: a lease would be nobody's
             answer = (
                 self._lookup(message, named, now) if isinstance(message, LookupRequest) else self._prefetch(named, now)
@@ -166,7 +166,7 @@ class ChunkRequests:
 
         def keep(now: float) -> None:
             values = [[view] for view in copying.finish(now)]
-            if peer.connection.is_pending(request.request_id):  # else its session is over, or nobody waits
+            if peer.connection.awaits(request.request_id, request.message):  # else its session is over, or nobody waits
                 self._keep(peer, request, chunks, objects_of_store(root, chunks.digests, message, values), now)
 
         arrival = Arrival(self._replies.guarded(peer, request, keep))

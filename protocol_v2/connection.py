@@ -85,9 +85,13 @@ class Connection(ABC):
         """Their ids, in the order in which they came."""
         return tuple(self._pending)
 
-    def is_pending(self, request_id: int) -> bool:
-        """Whether a request is still without a reply, and somebody waits for one."""
-        return request_id in self._pending
+    def awaits(self, request_id: int, message: Message) -> bool:
+        """Whether this very request, as it was received, is without a reply, and somebody waits for one.
+
+        An id alone does not tell: after another hello a peer may use it again.
+        """
+        pending = self._pending.get(request_id)
+        return pending is not None and pending.message is message
 
     @property
     def ignored(self) -> int:

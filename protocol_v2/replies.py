@@ -84,25 +84,33 @@ class Replies:
             try:
                 then(now)
             except Exception as error:  # a handler that fails costs its own request
-                self.fail(peer, request.request_id, error, now)
+                self.fail(peer, request, error, now)
 
         return guarded
 
     def reply(
         self, peer: Peer, request: RequestReceived, message: Reply, now: float, payload: tuple[Frame, ...] = ()
     ) -> None:
-        """Answer a request. Nothing is sent where nobody waits any more."""
-        self.queue(peer.identity, peer.connection.send(SendReply(request.request_id, message, payload), now))
+        """Answer a request. Nothing is sent where nobody waits any more, or its session is over."""
+        if peer.connection.awaits(request.request_id, request.message):
+            self.queue(peer.identity, peer.connection.send(SendReply(request.request_id, message, payload), now))
 
-    def fail(self, peer: Peer, request_id: int, error: Exception, now: float) -> None:
-        """Answer a request with the error that it ended in."""
+    def fail(self, peer: Peer, request: RequestReceived, error: Exception, now: float) -> None:
+        """Answer a request with the error that it ended in; likewise."""
+        if not isinstance(error, ProtocolError):
+            log.error("a request failed: %s", type(error).__name__, exc_info=error)
+        if peer.connection.awaits(request.request_id, request.message):
+            self.fail_pending(peer, request.request_id, error, now)
+        else:
+            self._counters.failed += 1
+
+    def fail_pending(self, peer: Peer, request_id: int, error: Exception, now: float) -> None:
+        """Answer whatever request is pending under an id with an error."""
         self._counters.failed += 1
         code = getattr(error, "error_code", ErrorCode.INTERNAL)
         if isinstance(error, LocalProtocolError) and code is ErrorCode.INTERNAL:
             code = ErrorCode.MALFORMED
         text = str(error) if isinstance(error, ProtocolError) else "the server failed; nothing was served"
-        if not isinstance(error, ProtocolError):
-            log.error("a request failed: %s", type(error).__name__, exc_info=error)
         self.queue(peer.identity, peer.connection.send(SendError(request_id, ErrorCode(code), text), now))
 
     def queue(self, identity: bytes, frames: list[Frame]) -> None:

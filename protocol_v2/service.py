@@ -212,7 +212,7 @@ class CacheService:
         self._stopping = True
         for peer in self._peers.values():
             for request_id in peer.connection.pending_ids:
-                self._replies.fail(peer, request_id, _shutting_down(), now)
+                self._replies.fail_pending(peer, request_id, _shutting_down(), now)
 
     def close(self, now: float) -> None:
         """End all sessions and close the cache, once; blocks while the cache writes what it has."""
@@ -314,7 +314,7 @@ class CacheService:
                 raise _shutting_down()  # noqa: TRY301  (one place makes the error reply)
             self._dispatch(peer, request, now)
         except Exception as error:  # a handler that fails costs its own request
-            self._replies.fail(peer, request.request_id, error, now)
+            self._replies.fail(peer, request, error, now)
 
     def _dispatch(self, peer: Peer, request: RequestReceived, now: float) -> None:
         message = request.message

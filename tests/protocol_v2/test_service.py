@@ -203,6 +203,36 @@ def test_a_new_hello_ends_what_the_old_session_held() -> None:
     assert 3 == client.lookup(keys()).hit_chunks
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_work_of_an_ended_session_answers_nothing_of_the_next(tmp_path: Path, broken: bool) -> None:
+    """A store that was begun before another hello is no acknowledgement, and no failure, of a later one with its id."""
+    harness = Harness(disk=DiskTier(tmp_path, budget=1 << 20))
+    before = harness.client()
+    harness.release_jobs()
+    harness.hold = True
+    begun = before.begin(*store_message(keys(), values("a", "b")))
+    [old] = harness.held_jobs
+    again = Client(harness, before.identity, SPACE, b"c" * 16)
+    assert isinstance(again.hello(), Established)
+    other = keys(CacheSalt("s"))
+    request = again.begin(*store_message(other, values("x", "y")))
+    assert begun == request
+    [_, new] = harness.held_jobs
+    harness.held_jobs = []
+    if broken:
+        (tmp_path / "xk2.tmp").rmdir()
+    old.run()
+    harness.service.finish(old, harness.now)
+    again.receive()
+    assert again.outcome(request) is None
+    (tmp_path / "xk2.tmp").mkdir(exist_ok=True)
+    new.run()
+    harness.service.finish(new, harness.now)
+    again.receive()
+    assert isinstance(again.outcome(request), ReplyReceived)
+    assert 2 == again.lookup(other, "t").hit_chunks
+
+
 def test_a_restarted_server_is_noticed_on_the_next_message() -> None:
     """A message of the old session is answered as such, and the client's request fails cleanly, not wrongly."""
     harness = Harness()
