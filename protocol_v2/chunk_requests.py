@@ -5,7 +5,7 @@ Belongs to the loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import RemoteProtocolError
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from protocol_v2.sharing import Sharing
     from protocol_v2.storage import StoredObject
     from protocol_v2.wire_keys import Shard as WireShard
+
+UNREAD_MESSAGES: Final = 2
+"""Full messages that a peer may leave unread."""
 
 
 class _Named(TypedDict):
@@ -110,8 +113,17 @@ class ChunkRequests:
         return PrefetchReply(accepted=len(prefetch.tasks), resident=prefetch.resident)
 
     def retrieve(self, peer: Peer, request: RequestReceived, message: RetrieveRequest, now: float) -> None:
-        """Deliver leading chunks of a lease, as many as one message has room for."""
+        """Deliver leading chunks of a lease, as many as one message has room for.
+
+        A peer that leaves more answers unread than two messages have room for gets no more until it reads.
+        """
         most = self._limits.max_payload_bytes
+        unread = self._replies.unread(peer)
+        if unread > UNREAD_MESSAGES * most:
+            raise RemoteProtocolError(
+                ErrorCode.BUSY,
+                f"{unread} bytes of answers wait for this client, of at most {UNREAD_MESSAGES * most}; read them first",
+            )
         task = self._cache.retrieve(
             message.lease,
             message.first,

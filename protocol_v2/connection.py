@@ -186,14 +186,15 @@ def check_payload(
     error: type[LocalProtocolError | RemoteProtocolError],
 ) -> None:
     """The payload frames are those that the message announces, and not too many bytes."""
-    problem = _payload_problem(message, payload)
+    code, problem = ErrorCode.MALFORMED, _payload_problem(message, payload)
     total = payload_bytes(payload) + message.shared_bytes()
     if problem is None and total > limits.max_payload_bytes:
+        code = ErrorCode.TOO_LARGE
         problem = f"payload: got {total} bytes, wanted at most {limits.max_payload_bytes}; name fewer chunks at once"
     if problem is None:
         return
     if issubclass(error, RemoteProtocolError):
-        raise error(ErrorCode.MALFORMED, problem)
+        raise error(code, problem)
     raise LocalProtocolError(problem)
 
 

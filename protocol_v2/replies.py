@@ -17,6 +17,7 @@ from protocol_v2.events import SendError, SendReply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from protocol_v2.backlog import Backlog
     from protocol_v2.events import RequestReceived
     from protocol_v2.frames import Frame
     from protocol_v2.jobs import Jobs
@@ -53,11 +54,13 @@ class Replies:
     Args:
         jobs: what blocks.
         counters: told of failures.
+        backlog: what was sent and peers have not taken yet.
     """
 
-    def __init__(self, jobs: Jobs, counters: ServiceCounters) -> None:
+    def __init__(self, jobs: Jobs, counters: ServiceCounters, backlog: Backlog) -> None:
         self._jobs = jobs
         self._counters = counters
+        self._backlog = backlog
         self._outgoing: deque[tuple[bytes, list[Frame]]] = deque()
 
     def take(self) -> list[tuple[bytes, list[Frame]]]:
@@ -65,6 +68,10 @@ class Replies:
         taken = list(self._outgoing)
         self._outgoing.clear()
         return taken
+
+    def unread(self, peer: Peer) -> int:
+        """Bytes of answers that wait for a peer to take them."""
+        return self._backlog.of(peer.identity)
 
     def run(
         self,

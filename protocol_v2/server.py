@@ -24,6 +24,7 @@ import zmq
 
 from protocol_v2.addresses import WANTED, checked_address
 from protocol_v2.errors import LocalProtocolError
+from protocol_v2.frames import payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -285,9 +286,19 @@ class CacheServer:
     def _flush(self, router: zmq.Socket[bytes]) -> None:
         for identity, frames in self._service.take_outgoing():
             try:
-                router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+                self._send(router, identity, frames)
             except zmq.ZMQError as error:  # EAGAIN: its queue is full; EHOSTUNREACH: it is gone
                 self._service.note_unsent(identity, error.errno or 0)
+
+    def _send(self, router: zmq.Socket[bytes], identity: bytes, frames: list[Frame]) -> None:
+        nbytes = payload_bytes(frames)
+        if nbytes < COPY_BELOW:
+            router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+            return
+        # frames leave in order, so the last one tells of all
+        last = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
+        router.send_multipart([identity, *frames[:-1], last], zmq.NOBLOCK, copy=False)
+        self._service.backlog.add(identity, last.tracker, nbytes)
 
 
 def checked_addresses(listen: str | Sequence[str]) -> tuple[str, ...]:

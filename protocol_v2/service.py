@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from protocol_v2.backlog import Backlog
 from protocol_v2.capability import answer_probe, is_probe
 from protocol_v2.chunk_requests import ChunkRequests
 from protocol_v2.codes import ErrorCode, RefusalCode
@@ -26,7 +27,7 @@ from protocol_v2.events import (
     RequestsDropped,
     SessionLost,
 )
-from protocol_v2.frames import is_protocol_2
+from protocol_v2.frames import MAX_HEADER_BYTES, is_protocol_2
 from protocol_v2.hello import Refusal, Welcome
 from protocol_v2.jobs import Jobs
 from protocol_v2.messages import (
@@ -123,7 +124,9 @@ class CacheService:
         self._lag = 0.0
         self.counters = ServiceCounters()
         self._jobs = Jobs(self.counters)
-        self._replies = Replies(self._jobs, self.counters)
+        self.backlog = Backlog()
+        """Told by the server of what it sends."""
+        self._replies = Replies(self._jobs, self.counters, self.backlog)
         self._chunks = ChunkRequests(cache, terms.limits, sharing, self._jobs, self._replies)
         self.facts = self.status(started)
         """Status as of the last maintenance: replaced, never changed, so any thread may read it."""
@@ -131,7 +134,7 @@ class CacheService:
     @property
     def max_frame_bytes(self) -> int:
         """Largest frame worth receiving at all."""
-        return self._terms.limits.max_payload_bytes + FRAME_SLACK
+        return max(self._terms.limits.max_payload_bytes, MAX_HEADER_BYTES) + FRAME_SLACK
 
     @property
     def boot_id(self) -> bytes:
@@ -362,6 +365,7 @@ class CacheService:
             "server.v1_accepted": self._front is not None,
             "server.spaces": len(self._spaces),
             "server.jobs": len(self._jobs),
+            "server.unread_bytes": self.backlog.total(),
         }
         if self._news is not None:
             server |= {

@@ -149,7 +149,7 @@ class SessionTable:
         known = self._standing(session, now)
         if known is None or (opens and known.cancelled):
             if not opens and self._has_ended(session, now):
-                raise SessionEndedError("session: it has ended; look up first, or store without a session")
+                raise SessionEndedError("session: it has ended and stands for no identity; look up again first")
             self._check_room(first + len(keys))
             known = self._open(session, root, owner, now)
         elif known.root != root:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class StorageError(ProtocolError):
 
 class StorageValueError(StorageError, ValueError):
     """A name, identity or value that must not be stored; the caller is at fault, and nothing was stored."""
+
+    error_code = ErrorCode.MALFORMED
 
 
 class ObjectMissError(StorageError):

@@ -54,6 +54,7 @@ from protocol_v2.messages import (
     Request,
     RetrieveReply,
     RetrieveRequest,
+    SharedRange,
     StatusRequest,
     StoreReply,
     StoreRequest,
@@ -371,6 +372,9 @@ def test_an_error_reply_fails_one_request(pair: ConnectionPair) -> None:
     assert event.error.retriable
 
 
+SHARED_STORE = msgspec.structs.replace(
+    STORE, tensors=((TensorMeta("uint8", (2500,)),),), shared=(SharedRange(0, 1), SharedRange(1, 1))
+)
 BAD_REQUESTS: dict[str, tuple[int, bytes, list[bytes], ErrorCode]] = {
     "unknown code": (98, encode({}), [], ErrorCode.UNKNOWN_CODE),
     "no msgpack": (Code.LOOKUP, b"\xc1", [], ErrorCode.MALFORMED),
@@ -381,6 +385,7 @@ BAD_REQUESTS: dict[str, tuple[int, bytes, list[bytes], ErrorCode]] = {
     "short frame": (Code.STORE, encode_message(STORE), [b"aaaa", b"bbb"], ErrorCode.MALFORMED),
     "long frame": (Code.STORE, encode_message(STORE), [b"aaaa", b"bbbbb"], ErrorCode.MALFORMED),
     "payload beyond the limit": (Code.STORE, encode_message(STORE), [bytes(5000)], ErrorCode.TOO_LARGE),
+    "shared bytes beyond the limit": (Code.STORE, encode_message(SHARED_STORE), [], ErrorCode.TOO_LARGE),
     "empty salt": (
         Code.LOOKUP,
         encode({"session": "r", "keys": {"tokens": b"", "extra_keys": [[3, ""]]}}),

@@ -18,12 +18,15 @@ from protocol_v2.client import CacheClient
 from protocol_v2.client_connection import ClientConnection
 from protocol_v2.codes import ErrorCode
 from protocol_v2.errors import LocalProtocolError, ServerError
-from protocol_v2.events import Event, SayHello, SendRequest
+from protocol_v2.events import Event, RequestFailed, SayHello, SendRequest
+from protocol_v2.frames import MAX_HEADER_BYTES
 from protocol_v2.hello import Limits
-from protocol_v2.messages import PingRequest, Request
+from protocol_v2.identity import keys_of_digests
+from protocol_v2.messages import LookupRequest, PingRequest, Request, RetrieveRequest, StatusRequest, StoreRequest
 from protocol_v2.negotiation import ClientTerms, ServerTerms
 from protocol_v2.server import AddressInUseError, CacheServer, checked_addresses
 from protocol_v2.service import CacheService
+from protocol_v2.tensors import TensorMeta
 from protocol_v2.tiers import DiskTier
 from protocol_v2.work import blocking
 
@@ -76,9 +79,9 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheServ
 class Dealer:
     """A bare DEALER with a client connection behind it."""
 
-    def __init__(self, sockets: Sockets, address: str) -> None:
-        self.socket = sockets.dealer(address)
-        self.connection = ClientConnection(ClientTerms(boot_id=os.urandom(16)))
+    def __init__(self, sockets: Sockets, address: str, space: KeySpace | None = None, **options: int) -> None:
+        self.socket = sockets.dealer(address, **options)
+        self.connection = ClientConnection(ClientTerms(boot_id=os.urandom(16), space=space))
         self.exchange(SayHello(self.connection.new_request_id()))
 
     def receive(self) -> list[Event]:
@@ -86,14 +89,20 @@ class Dealer:
         assert self.socket.poll(DEADLINE), "no answer in time"
         return self.connection.receive_frames(self.socket.recv_multipart(), time.monotonic())
 
-    def exchange(self, event: SayHello | SendRequest) -> list[Event]:
+    def exchange(self, event: SayHello) -> list[Event]:
         """Send and wait for the answer."""
         self.socket.send_multipart(self.connection.send(event, time.monotonic()))
         return self.receive()
 
-    def ask(self, message: Request) -> Any:
+    def begin(self, message: Request, payload: tuple[bytes, ...] = ()) -> None:
+        """Send a request."""
+        event = SendRequest(self.connection.new_request_id(), message, payload, 60.0)
+        self.socket.send_multipart(self.connection.send(event, time.monotonic()))
+
+    def ask(self, message: Request, payload: tuple[bytes, ...] = ()) -> Any:
         """A request's reply."""
-        (event,) = self.exchange(SendRequest(self.connection.new_request_id(), message))
+        self.begin(message, payload)
+        (event,) = self.receive()
         return event.message  # type: ignore[union-attr]
 
 
@@ -128,7 +137,7 @@ def test_an_oversized_frame_closes_its_own_connection(tmp_path: Path, sockets: S
     with CacheServer(f"ipc://{tmp_path}/s", service(max_payload_bytes=1 << 16)) as server:
         good = Dealer(sockets, server.address)
         bad = sockets.dealer(server.address)
-        bad.send_multipart([b"XK2\0", b"\x18", bytes(4 << 20)])
+        bad.send_multipart([b"XK2\0", b"\x18", bytes(MAX_HEADER_BYTES + (2 << 20))])
         assert good.ask(PingRequest())
 
 
@@ -143,6 +152,36 @@ def test_a_peer_that_never_reads_does_not_block_the_others(tmp_path: Path, socke
             assert good.ask(PingRequest())
         facts = server._service.facts
         assert facts["server.peers"] in {0, 1}
+
+
+def test_what_a_peer_asks_for_and_never_reads_is_bounded(tmp_path: Path, sockets: Sockets) -> None:
+    """R: a peer that leaves answers unread is told BUSY; it is served again once it has read them."""
+    space = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
+    keys = keys_of_digests(chunk_keys(space, range(4)))
+    size = 512 << 10
+    with CacheServer(f"ipc://{tmp_path}/s", service(max_payload_bytes=size)) as server:
+        good = Dealer(sockets, server.address)
+        deaf = Dealer(sockets, server.address, space, rcvhwm=1)
+        tensors = ((TensorMeta("uint8", (size,)),),)
+        stored = deaf.ask(
+            StoreRequest(session="s", keys=keys, starts=(0,), n_tokens=(4,), tensors=tensors), (bytes(size),)
+        )
+        assert 1 == stored.stored
+        retrieve = RetrieveRequest(lease=deaf.ask(LookupRequest(session="s", keys=keys)).lease, count=1)
+        asked, most = 64, 0
+        for _ in range(asked):  # each in a turn of its own: what is asked for in one turn is admitted together
+            before = good.ask(StatusRequest()).status["service.requests"]
+            deaf.begin(retrieve)
+            while (facts := good.ask(StatusRequest()).status)["service.requests"] - before < 2:
+                before += 1
+            most = max(most, facts["server.unread_bytes"])
+        assert 2 * size < most < 3 * size + (64 << 10)
+        ended = [event for _ in range(asked) for event in deaf.receive()]
+        busy = [event.error for event in ended if isinstance(event, RequestFailed)]
+        assert 0 < len(busy) <= asked - 3
+        assert {ErrorCode.BUSY} == {error.error_code for error in busy if isinstance(error, ServerError)}
+        assert 1 == deaf.ask(retrieve).count
+        assert 0 == good.ask(StatusRequest()).status["server.unread_bytes"]
 
 
 def test_an_address_belongs_to_one_live_server(tmp_path: Path, sockets: Sockets) -> None:

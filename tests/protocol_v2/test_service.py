@@ -319,6 +319,8 @@ def test_bounds_are_answered_as_such() -> None:
     message, payload = store_message(keys(), values("a"))
     assert ErrorCode.INVALID_IDENTITY == code_of(wide.ask(msgspec.structs.replace(message, n_tokens=(5,)), payload))
     assert ErrorCode.INVALID_IDENTITY == code_of(wide.ask(msgspec.structs.replace(message, first=3), payload))
+    assert ErrorCode.MALFORMED == code_of(wide.lookup(keys(), world=256, groups=257))
+    assert 0 == wide.lookup(keys(), world=256, groups=256).hit_chunks
     declined = Harness(memory=1 << 12).client()
     assert (0, 0, 1) == _counts(declined.store(keys(), [b"x" * 10_000]))
 
