@@ -16,6 +16,7 @@ what it left back into the index, so nothing that is still there is lost.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from protocol_v2.tiers.residency import Resident
     from protocol_v2.tiers.scan import Scan
 
+log = logging.getLogger(__name__)
 
 _DESCRIBED: Final = 4096
 """Spaces remembered as described."""
@@ -78,6 +80,8 @@ class DiskPlace:
         self.residency: Residency[int] = Residency(tier.budget, self._is_protected, track_uses=True)
         self.failed = 0
         """Operations of the tier that failed."""
+        self._trouble = ""
+        """What it failed with last, as it was told; empty once an object was written again."""
 
     def load(self, progress: Callable[[int, int], None] | None, max_elsewhere: int) -> Scan:
         """Build the index from what is in the folder, and remove what the budget has no room for. Blocks."""
@@ -89,8 +93,8 @@ class DiskPlace:
         victims, removal = self._evict(0, ())
         try:
             removal.run()
-        except TierError:
-            self.failed += 1
+        except TierError as error:
+            self.note_failure(error)
             self.residency.evicted -= self._put_back(victims, removal)
         return scan
 
@@ -127,7 +131,7 @@ class DiskPlace:
 
         def settle(ran: Ran[None], _now: float) -> None:
             if not isinstance(ran, Done):
-                self.failed += isinstance(ran.error, TierError)
+                self.note_failure(ran.error)
                 raise ran.error
             self._described[root] = None
             if len(self._described) > _DESCRIBED:
@@ -178,9 +182,12 @@ class DiskPlace:
             self._end_write(obj, write)
             if isinstance(ran, Done):
                 self._settle_written(obj, write, ran.value)
+                if self._trouble:
+                    self._trouble = ""
+                    log.warning("the disk tier takes entries again")
                 return
             self.residency.evicted -= self._put_back(victims, removal)
-            self.failed += isinstance(ran.error, TierError)
+            self.note_failure(ran.error)
             if write.overtaken or not isinstance(ran.error, TaskCancelledError):
                 self._note_stray(obj.id)
             raise ran.error
@@ -196,9 +203,15 @@ class DiskPlace:
         self._presence.discard(wanted.chunk, [wanted.shard], DISK)
         return True
 
-    def note_failure(self, _error: TierError | None) -> None:
-        """A read failed."""
+    def note_failure(self, error: Exception | None) -> None:
+        """An operation failed; told once for each kind of trouble, and counted. What was only cancelled is neither."""
+        if isinstance(error, TaskCancelledError):
+            return
         self.failed += 1
+        trouble = str(error) if isinstance(error, TierError) else type(error).__name__
+        if error is not None and trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("the disk tier fails: %s", trouble)
 
     def forget(self, root: bytes | None) -> Forgotten:
         """Forget what is not leased, of one space or all."""
@@ -225,7 +238,7 @@ class DiskPlace:
             if isinstance(ran, Done):
                 return
             self._put_back(victims, removal)
-            self.failed += isinstance(ran.error, TierError)
+            self.note_failure(ran.error)
             raise ran.error
 
         return Forgotten(objects, size, blocking(removal.run, settle))
@@ -245,7 +258,7 @@ class DiskPlace:
             self._strays.update(removal.left)
             if isinstance(ran.error, TaskCancelledError):
                 raise ran.error
-            self.failed += 1
+            self.note_failure(ran.error)
 
         return blocking(removal.run, settle)
 
@@ -259,7 +272,7 @@ class DiskPlace:
             if not isinstance(ran, Done):
                 if isinstance(ran.error, TaskCancelledError):
                     raise ran.error
-                self.failed += 1  # the order of eviction suffers, nothing else
+                self.note_failure(ran.error)  # the order of eviction suffers, nothing else
 
         return blocking(lambda: self.tier.touch(uses), settle)
 

@@ -33,7 +33,7 @@ class Ownership:
 
     Raises:
         FolderInUseError: a live process has it.
-        OSError: the lock file cannot be written.
+        OSError: the lock file cannot be opened for writing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +45,8 @@ class Ownership:
             except BlockingIOError:
                 raise FolderInUseError(said.get("pid")) from None
             self.reclaimed = bool(_parse(os.pread(self._descriptor, _MAX_TEXT, 0)))
-            self._say(json.dumps({"pid": os.getpid(), "boot_id": _boot_id()}).encode())
+            with contextlib.suppress(OSError):  # a full disk can still be read from: the lock decides, not the text
+                self._say(json.dumps({"pid": os.getpid(), "boot_id": _boot_id()}).encode())
         except BaseException:
             os.close(self._descriptor)
             raise

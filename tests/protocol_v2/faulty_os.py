@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
 CALLS: Final = frozenset(
-    {"open", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir", "utime", "pread", "fstat", "close"}
+    {"open", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir", "utime", "pread", "pwrite", "fstat", "close"}
 )
 MODULES: Final = (disk, files, ownership, quarantine, scan)
 

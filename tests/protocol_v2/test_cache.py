@@ -974,19 +974,28 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_no_verdict(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_full_or_read_only_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A store that fails is told by type, leaves no litter and no reservation; what was acknowledged is still there."""
+def test_a_full_or_read_only_disk_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """A store that fails is told by type, leaves no litter and no reservation; what was acknowledged is still there.
+
+    The operator reads of it once, and once that it is over.
+    """
     cache = open_cache(tmp_path)
     store_chain(cache, KEYS[:2])
     FaultyOs(always("open", number)).install(monkeypatch)
-    with pytest.raises(TierFullError if number == errno.ENOSPC else Exception, match=errno.errorcode[number]):
-        run(cache.store(make_object(KEYS, 2), now=0.0))
+    for _ in range(3):
+        with pytest.raises(TierFullError if number == errno.ENOSPC else Exception, match=errno.errorcode[number]):
+            run(cache.store(make_object(KEYS, 2), now=0.0))
     monkeypatch.undo()
     status = cache.status(0.0)
     assert status.disk is not None
-    assert (1, 0, 2, 2 * BLOCKS) == (status.failed, status.pending, status.disk.objects, status.disk.used)
+    assert (3, 0, 2, 2 * BLOCKS) == (status.failed, status.pending, status.disk.objects, status.disk.used)
+    [told] = caplog.messages
+    assert errno.errorcode[number] in told
     assert 3 == hits(cache, KEYS)  # right, so served from memory; not acknowledged
     assert StoreOutcome.STORED is run(cache.store(make_object(KEYS, 2), now=0.0))
+    assert [told, "the disk tier takes entries again"] == caplog.messages
     run(cache.close(0.0))
     assert 3 == hits(open_cache(tmp_path), KEYS)
 

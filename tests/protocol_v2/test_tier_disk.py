@@ -416,6 +416,21 @@ def test_a_folder_has_one_live_owner(tmp_path: Path) -> None:
     assert 1 == len(second.scan().found)
 
 
+def test_a_full_disk_can_still_be_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server starts on a disk without room for a single byte: its entries are served, and the folder is its own."""
+    first = open_disk(tmp_path)
+    first.put(make_object(KEYS, 0))
+    first.close()
+    FaultyOs(lambda _, name: errno.ENOSPC if name in {"pwrite", "writev"} else None).install(monkeypatch)
+    second = open_disk(tmp_path)
+    assert 1 == len(second.scan().found)
+    assert make_object(KEYS, 0).buffers[0] == second.get(make_object(KEYS, 0).id).buffers[0]
+    with pytest.raises(TierFullError):
+        second.put(make_object(KEYS, 1))
+    with pytest.raises(FolderInUseError):
+        open_disk(tmp_path)
+
+
 OWNER = """
 import sys, time
 from pathlib import Path
