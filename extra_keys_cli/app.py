@@ -26,6 +26,12 @@ EXIT_CODES = (
 DEFAULT_V1_CHUNK_SIZE = 256
 """Tokens; LMCache's own default."""
 
+# groups of serve's options in its help
+LOCAL = "Memory and disk"
+SHARED = "A tier that servers share"
+V1 = "Clients of LMCache 0.5.x"
+TOLD = "For routers and scrapers"
+
 
 app = typer.Typer(
     name="extra-keys",
@@ -61,17 +67,28 @@ def serve(
     store: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder of the disk tier. Default: in your cache folder.", show_default=False
+            rich_help_panel=LOCAL,
+            metavar="FOLDER",
+            help="Folder of the disk tier. Default: in your cache folder.",
+            show_default=False,
         ),
     ] = None,
-    no_store: Annotated[bool, typer.Option("--no-store", help="Keep entries in memory only.")] = False,
+    no_store: Annotated[
+        bool, typer.Option("--no-store", rich_help_panel=LOCAL, help="Keep entries in memory only.")
+    ] = False,
     memory: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Budget of the memory tier, such as 8GiB or 512MB.", callback=checked_size),
+        typer.Option(
+            rich_help_panel=LOCAL,
+            metavar="SIZE",
+            help="Budget of the memory tier, such as 8GiB or 512MB.",
+            callback=checked_size,
+        ),
     ] = "2GiB",
     shared_memory: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=LOCAL,
             metavar="SIZE",
             help="Memory shared with clients on this host, 0 for none. Default: a quarter more than --memory.",
             callback=checked_size,
@@ -79,35 +96,43 @@ def serve(
         ),
     ] = None,
     disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Budget of the disk tier.", callback=checked_size)
+        str, typer.Option(rich_help_panel=LOCAL, metavar="SIZE", help="Budget of the disk tier.", callback=checked_size)
     ] = "16GiB",
     fsync: Annotated[
         FsyncChoice,
-        typer.Option(help="always: acknowledged means on disk, also after a power cut; rename-only: after kill -9."),
+        typer.Option(
+            rich_help_panel=LOCAL,
+            metavar="WHEN",
+            help="always: acknowledged means on disk, also after a power cut; rename-only: after kill -9.",
+        ),
     ] = FsyncChoice.ALWAYS,
     remote: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=SHARED,
             metavar="URL",
             envvar="EXTRA_KEYS_REMOTE",
-            help="A slower tier that several servers share, so that each hits what the others stored: "
-            "redis://HOST:6379/0 (rediss, valkey, valkeys, unix; ?ttl=30d lets entries go after that time), or "
-            "s3://BUCKET/PREFIX (gs, az; credentials from the environment), or file:///FOLDER. Stores never wait for "
-            "it, and while it is away its entries are misses. Passwords belong into the variable, not on a command "
-            "line that others can see.",
+            help="Where it is, so that each server hits what the others stored: redis://HOST:6379/0?ttl=30d (rediss, "
+            "valkey, valkeys, unix), s3://BUCKET/PREFIX (gs, az; credentials from the environment) or file:///FOLDER. "
+            "Stores never wait for it, and while it is away its entries are misses. A password belongs into the "
+            "variable: others can see a command line.",
             show_default=False,
         ),
     ] = None,
     remote_timeout: Annotated[
         float,
         typer.Option(
+            rich_help_panel=SHARED,
+            metavar="SECONDS",
             min=0.01,
             max=60,
             help="Seconds that one call to the remote tier may take. After three in a row that fail it is left alone "
             "until it answers again.",
         ),
     ] = 1.0,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Threads for disk and remote work.")] = 4,
+    workers: Annotated[
+        int, typer.Option(rich_help_panel=LOCAL, metavar="N", min=1, max=64, help="Threads for disk and remote work.")
+    ] = 4,
     space: Annotated[
         list[Path] | None,
         typer.Option(
@@ -121,6 +146,7 @@ def serve(
         bool,
         typer.Option(
             "--accept-v1",
+            rich_help_panel=V1,
             help="Serve LMCache 0.5.x clients too, unmodified, on the same addresses (engine-driven transfer). Their "
             "entries are kept apart: neither side can hit the other's. Without it they get no answer but to the "
             "question what the server can do.",
@@ -129,6 +155,8 @@ def serve(
     v1_chunk_size: Annotated[
         int | None,
         typer.Option(
+            rich_help_panel=V1,
+            metavar="N",
             min=1,
             max=1 << 20,
             help="Tokens of a chunk for v1 clients, who ask for it: what their old server's --chunk-size was. "
@@ -139,6 +167,7 @@ def serve(
     events: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=TOLD,
             metavar="ADDRESS",
             help="Tell routers here which chunks can be hit, evictions included: ipc://PATH or tcp://HOST:PORT.",
             show_default=False,
@@ -147,13 +176,21 @@ def serve(
     events_replay: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=TOLD,
             metavar="ADDRESS",
             help="Answer here what a router missed, and what was there before it came.",
             show_default=False,
         ),
     ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on 127.0.0.1 at this port.")
+        int | None,
+        typer.Option(
+            rich_help_panel=TOLD,
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve Prometheus metrics on 127.0.0.1 at this port.",
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
@@ -204,7 +241,7 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    chunk_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens in a chunk.")] = 32,
+    chunk_size: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Tokens in a chunk.")] = 32,
 ) -> None:
     """Show the whole at work on requests captured from a real vLLM engine.
 
@@ -226,7 +263,7 @@ def demo(
 ServerAddress = Annotated[
     str, typer.Argument(metavar="ADDRESS", help="ipc://PATH or tcp://HOST:PORT.", show_default=False)
 ]
-Timeout = Annotated[float, typer.Option(min=0.01, help="Seconds to wait for all of it.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Seconds to wait for all of it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -326,7 +363,7 @@ def audit(place: StorePlace, as_json: AsJson = False) -> None:
 def purge(
     place: StorePlace,
     schema: Annotated[
-        int | None, typer.Option(min=1, help="Storage schema; 1 is LMCache 0.5.x.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Storage schema; 1 is LMCache 0.5.x.", show_default=False)
     ] = None,
     older_than: Annotated[
         str | None,
@@ -339,6 +376,7 @@ def purge(
     model: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="Model; may be given several times. A name that several models may have written goes only if all of "
             "them are given.",
             show_default=False,

@@ -92,6 +92,8 @@ from protocol_v2.operations import StoreResult as StoreResult
 from protocol_v2.server_connection import ServerConnection as ServerConnection
 from protocol_v2.session_keeper import Patience as Patience
 from protocol_v2.state import State as State
+from protocol_v2.tensors import TensorMeta as TensorMeta
+from protocol_v2.tensors import to_numpy as to_numpy
 from protocol_v2.wire_keys import Keys as Keys
 from protocol_v2.wire_keys import Shard as Shard
 
@@ -168,6 +170,7 @@ __all__ = [
     "State",
     "StoreResult",
     "TensorError",
+    "TensorMeta",
     "Tunnel",
     "UnsupportedServerError",
     "answer_hello",
@@ -175,6 +178,7 @@ __all__ = [
     "keys_of_tokens",
     "negotiate",
     "probe",
+    "to_numpy",
 ]
 
 

@@ -258,7 +258,8 @@ class CacheClient(ClientBase):
             count: chunks, at least 1.
             first: the first of them.
             shard: whose tensors.
-            make: what to make of a description and a frame; None: torch tensors over the received memory.
+            make: what to make of a description and a frame, such as `to_numpy`; None: torch tensors over the received
+                memory.
             keys: of the lease's chunks, from the prompt's first on, at least as far as the range. A server of this
                 protocol knows them; a tunnel to one that has no leases needs them where the lookup was another
                 process's.

@@ -27,7 +27,7 @@ PUBLIC = {
         ProtocolError QueueFullError RefusalCode ReleaseResult RemoteProtocolError RequestTimeoutError Restarted
         RetrieveResult RetrievedChunk ServerConnection ServerError ServerTerms ServerUnavailableError
         SessionLostError Shard SpaceCleared SpaceDescribed SpaceMismatchError State StoreResult TensorError
-        Tunnel UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe
+        TensorMeta Tunnel UnsupportedServerError answer_hello keys_of_digests keys_of_tokens negotiate probe to_numpy
     """,
     "compat": """
         REMOVALS ChunkedTokenDatabase CompatError CompatTypeError Deprecation ExtraKeysDeprecationWarning

@@ -25,6 +25,12 @@ def test_the_demo_runs_and_says_that_nothing_was_wrong() -> None:
         assert captured.label in done.stdout
 
 
+def test_the_captured_requests_come_with_the_package() -> None:
+    """An installed wheel has them: they lie where the package lies, and nowhere beside it."""
+    assert default_file().is_relative_to(Path(demo_module.__file__).parent)
+    assert 32 == len(read_captured(default_file()))
+
+
 def test_every_column_is_there_on_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """The table is whole where it is piped: what v1 would have served wrongly is the last column. Also with faults."""
     requests = [prepare(one, 32) for one in read_captured(default_file())]
