@@ -26,7 +26,7 @@ from keying import (
     chunk_digests,
     format_digest,
     pack_tokens,
-    segment_key,
+    segment_keys,
     unpack_tokens,
 )
 
@@ -206,7 +206,7 @@ class ChunkedTokenDatabase(_TokenDatabase):
 
 
 class SegmentTokenDatabase(_TokenDatabase):
-    """Segments between separators, each keyed by itself with `keying.segment_key`, wherever it stands.
+    """Segments between separators, each keyed by itself as by `keying.segment_key`, wherever it stands.
 
     Separators are looked for from the left and do not overlap; they belong to no segment, and neighbours leave no empty
     one. A prompt is split where its ids say so, also inside a picture; each segment then carries the picture at its own
@@ -238,11 +238,9 @@ class SegmentTokenDatabase(_TokenDatabase):
         return hidden
 
     def _derive(self, ids: _Ids, identity: tuple[ExtraKey, ...], hidden: int) -> list[_Row]:
-        return [
-            (start, stop, segment_key(self.space, ids[start:stop], identity, start=start).digest)
-            for start, stop in self._segments(ids)
-            if start < stop and start >= hidden
-        ]
+        ranges = ((start, stop) for start, stop in self._segments(ids) if start < stop and start >= hidden)
+        keys = segment_keys(self.space, ids, ranges, identity)
+        return [(key.start, key.stop, key.digest) for key in keys]
 
     def _segments(self, ids: _Ids) -> Iterator[tuple[int, int]]:
         """The ranges between separators, empty ones too."""

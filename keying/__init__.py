@@ -24,6 +24,7 @@ from keying.chunks import ChunkKey as ChunkKey
 from keying.chunks import chunk_digests as chunk_digests
 from keying.chunks import chunk_keys as chunk_keys
 from keying.chunks import segment_key as segment_key
+from keying.chunks import segment_keys as segment_keys
 from keying.encoding import DIGEST_SIZE as DIGEST_SIZE
 from keying.encoding import KEY_SCHEMA as KEY_SCHEMA
 from keying.encoding import PartKind as PartKind
@@ -113,5 +114,6 @@ __all__ = [
     "format_digest",
     "pack_tokens",
     "segment_key",
+    "segment_keys",
     "unpack_tokens",
 ]

@@ -1,7 +1,7 @@
 """Keys of a whole prompt: chained chunks, and segments for position-independent reuse."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -194,5 +194,58 @@ def segment_key(space: KeySpace, tokens: Any, extra_keys: Iterable[ExtraKey] = (
     checked_int(n, "number of tokens", 1, MAX_U32)
     checked_int(start + n, "start + number of tokens", 1, MAX_POSITION)
     parts = cursor.parts(start, start + n)
-    preimage = b"".join((DOMAIN_SEGMENT, space.root, U32.pack(n), packed, encode_parts(parts)))
-    return ChunkKey(digest(preimage), start, start + n, parts)
+    return ChunkKey(_segment_digest(space.root, packed, parts), start, start + n, parts)
+
+
+def segment_keys(
+    space: KeySpace, tokens: Any, ranges: Iterable[tuple[int, int]], extra_keys: Iterable[ExtraKey] = ()
+) -> list[ChunkKey]:
+    """The keys of a prompt's segments, in one pass: for each range that of `segment_key` for its tokens at its start.
+
+    Args:
+        space: what the deployment shares.
+        tokens: the prompt's n ids, in any of the containers of `pack_tokens`.
+        ranges: prompt positions ``(start, stop)`` of each segment, ``start < stop <= n``, from the left and without
+            overlap; there may be tokens between them.
+        extra_keys: of the whole prompt, at their prompt positions.
+
+    Returns:
+        A key for each range.
+
+    Raises:
+        KeyingError: an empty, overlapping, unordered or too far reaching range, or any refusal of `chunk_keys`.
+
+    Source: docs/spec/key-schema-2.md, "Segment".
+    """
+    root = checked_space(space).root
+    cursor = PartsCursor(PartsIndex(extra_keys))
+    packed = memoryview(pack_tokens(tokens))
+    n_tokens = len(packed) // TOKEN_BYTES
+    keys: list[ChunkKey] = []
+    free = 0
+    for place, (start, stop) in enumerate(_checked_ranges(ranges)):
+        if not free <= start < stop <= n_tokens:
+            raise KeyingError(
+                f"ranges[{place}]: got [{start}, {stop}), wanted start < stop within [{free}, {n_tokens}), which "
+                "is in the prompt and after the range before; leave out empty ones"
+            )
+        free = stop
+        parts = cursor.parts(start, stop)
+        segment = packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        keys.append(ChunkKey(_segment_digest(root, segment, parts), start, stop, parts))
+    return keys
+
+
+def _segment_digest(root: bytes, packed: bytes | memoryview, parts: Parts) -> bytes:
+    n_tokens = U32.pack(len(packed) // TOKEN_BYTES)
+    return digest(b"".join((DOMAIN_SEGMENT, root, n_tokens, packed, encode_parts(parts))))
+
+
+def _checked_ranges(ranges: Any) -> Iterator[tuple[int, int]]:
+    if not isinstance(ranges, Iterable):
+        raise KeyingTypeError(f"ranges: got {type(ranges).__name__}, wanted a (start, stop) for each segment")
+    for place, one in enumerate(ranges):
+        if not isinstance(one, tuple | list) or len(one) != 2:
+            raise KeyingTypeError(f"ranges[{place}]: got {type(one).__name__}, wanted (start, stop)")
+        start, stop = (checked_int(end, f"ranges[{place}]", 0, MAX_POSITION) for end in one)
+        yield start, stop

@@ -12,7 +12,7 @@ PUBLIC = {
         LoraAdapter LoraPart MultimodalItem MultimodalPart OverlappingEmbedsError PartKind PreimageError
         PromptEmbeds SaltPart SegmentPreimage SpaceError SpaceTypeError Tag TagPart TokenError TokenTypeError
         UncacheableRequest UnknownPart UnsupportedExtraKeyError chunk_digests chunk_keys decode_part decode_preimage
-        encode_preimage format_digest pack_tokens segment_key unpack_tokens
+        encode_preimage format_digest pack_tokens segment_key segment_keys unpack_tokens
     """,
     "keying.engines": """
         AdapterRevision AdapterSource AdapterSpan AdapterStart EngineInputs ImpliedAdapters UncacheableReason

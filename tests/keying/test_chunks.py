@@ -22,7 +22,9 @@ from keying import (
     chunk_keys,
     decode_part,
     segment_key,
+    segment_keys,
 )
+from keying.parts import PartsIndex
 from tests.keying.strategies import extra_key_lists, spaces, token_lists
 
 SPACE = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
@@ -325,3 +327,59 @@ def test_segments_out_of_bounds_are_refused(tokens: list[int], start: Any, error
     with pytest.raises(KeyingError, match=error):
         segment_key(SPACE, tokens, start=start)
     assert segment_key(SPACE, [1], start=2**48 - 1)
+
+
+@st.composite
+def _ranges(draw: st.DrawFn, n_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of a prompt, with and without tokens between them."""
+    ends = sorted(draw(st.sets(st.integers(0, n_tokens), max_size=9)))
+    return draw(st.lists(st.sampled_from(list(pairwise(ends))), unique=True).map(sorted)) if len(ends) > 1 else []
+
+
+@given(spaces, token_lists, extra_key_lists(), st.data())
+def test_segments_in_one_pass_have_the_keys_that_each_has_alone(
+    space: KeySpace, tokens: list[int], extra_keys: list[ExtraKey], data: st.DataObject
+) -> None:
+    """Places and parts as well: whatever was left out before a segment changes nothing in it."""
+    ranges = data.draw(_ranges(len(tokens)))
+    alone = [segment_key(space, tokens[start:stop], extra_keys, start=start) for start, stop in ranges]
+    assert alone == segment_keys(space, tokens, ranges, extra_keys)
+    assert [(start, stop) for start, stop in ranges] == [(key.start, key.stop) for key in alone]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "error", "says"),
+    [
+        ([(0, 0)], KeyingError, "empty"),
+        ([(3, 2)], KeyingError, "start < stop"),
+        ([(0, 13)], KeyingError, r"within \[0, 12\)"),
+        ([(0, 4), (3, 6)], KeyingError, r"ranges\[1\].*within \[4, 12\)"),
+        ([(4, 6), (0, 2)], KeyingError, r"ranges\[1\]"),
+        ([(-1, 2)], KeyingError, "out of range"),
+        ([(0, True)], KeyingTypeError, "wanted int"),
+        ([(0.0, 1)], KeyingTypeError, "wanted int"),
+        ([(0, 1, 2)], KeyingTypeError, "start, stop"),
+        ([4], KeyingTypeError, "start, stop"),
+        (4, KeyingTypeError, "start, stop"),
+    ],
+)
+def test_ranges_that_are_no_segments_are_refused(ranges: Any, error: type[KeyingError], says: str) -> None:
+    """Empty, overlapping or unordered ones would get another's parts; the same prompt cut properly has keys."""
+    with pytest.raises(error, match=says):
+        segment_keys(SPACE, PROMPT, ranges)
+    assert len(segment_keys(SPACE, PROMPT, [(0, 4), (4, 6), (8, 12)])) == 3
+
+
+def test_segments_cost_what_their_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra keys of a prompt are looked through once, however many segments it has."""
+    made: list[int] = []
+    before = PartsIndex.__init__
+
+    def counted(index: PartsIndex, extra_keys: Any) -> None:
+        made.append(len(extra_keys))
+        before(index, extra_keys)
+
+    monkeypatch.setattr(PartsIndex, "__init__", counted)
+    pictures = [MultimodalItem(f"picture {place}", 4 * place, 2) for place in range(200)]
+    assert len(segment_keys(SPACE, range(800), [(4 * place, 4 * place + 3) for place in range(200)], pictures)) == 200
+    assert [200] == made
