@@ -261,7 +261,12 @@ def demo(
 
 
 ServerAddress = Annotated[
-    str, typer.Argument(metavar="ADDRESS", help="ipc://PATH or tcp://HOST:PORT.", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="ADDRESS",
+        help="ipc://PATH or tcp://HOST:PORT. Default: where serve listens without options.",
+        show_default=False,
+    ),
 ]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Seconds to wait for all of it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -269,7 +274,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @app.command(epilog=EXIT_CODES)
 def probe(
-    address: ServerAddress,
+    address: ServerAddress = None,
     space: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Say this space too, so that a mismatch shows: JSON as for serve --space."),
@@ -285,12 +290,14 @@ def probe(
         from extra_keys_cli.key_inputs import read_space
         from extra_keys_cli.probe import probe as run
 
-        if not run(address, None if space is None else read_space(space), timeout, as_json=as_json):
+        if not run(
+            address or default_address(), None if space is None else read_space(space), timeout, as_json=as_json
+        ):
             raise typer.Exit(1)
 
 
 @app.command(epilog=EXIT_CODES)
-def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
+def status(address: ServerAddress = None, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
     """Print what a server says of itself: schemas, tiers, hits and misses by reason, leases, refusals.
 
     The last lines say how many v2 and v1 (LMCache 0.5.x) clients there still are: a roll-out may go on when no v1
@@ -299,7 +306,7 @@ def status(address: ServerAddress, timeout: Timeout = 5.0, as_json: AsJson = Fal
     with explained():
         from extra_keys_cli.probe import status as run
 
-        run(address, timeout, as_json=as_json)
+        run(address or default_address(), timeout, as_json=as_json)
 
 
 @app.command(epilog=EXIT_CODES)

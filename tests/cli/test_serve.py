@@ -192,12 +192,17 @@ def test_probe_with_a_space_shows_a_mismatch(tmp_path: Path) -> None:
 
 
 def test_status_prints_facts(tmp_path: Path) -> None:
-    """Every fact by its dotted name, as a table and as JSON; a server that is not there is exit code 1."""
+    """Every fact by its dotted name, as a table and as JSON; a server that is not there is exit code 1.
+
+    Without an address it asks the one that serve without options starts.
+    """
     with serving(cache_home=tmp_path) as server:
         store(server.address)
         shown, scripted = run("status", server.address), run("status", "--json", server.address)
+        default, elsewhere = run("status", cache_home=tmp_path), run("status", cache_home=tmp_path / "other")
         assert 0 == server.stop()[0]
     assert (0, 0) == (shown.returncode, scripted.returncode)
+    assert (0, 1) == (default.returncode, elsewhere.returncode)
     assert "tier.disk.objects" in shown.stdout
     facts = json.loads(scripted.stdout)
     assert (3, 3, 2) == (facts["tier.disk.objects"], facts["cache.stored.stored"], facts["schema.storage"])
@@ -208,8 +213,9 @@ def test_a_long_cache_folder_gets_a_short_socket(tmp_path: Path) -> None:
     """A path that no Unix socket can have is replaced by a short one, the same every time."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
-    with serving(cache_home=deep) as server:
+    with serving(cache_home=deep, environment={"TMPDIR": str(tmp_path)}) as server:
         assert len(os.fsencode(server.address.removeprefix("ipc://"))) <= 107
+        assert server.address.startswith(f"ipc://{tmp_path}/extra-keys-")
         store(server.address)
         assert 0 == server.stop()[0]
 
