@@ -348,7 +348,7 @@ def test_a_chunk_beyond_the_limits_is_no_larger_through_shared_memory() -> None:
     large = [b"a" * 6000, b"b" * 6000]
     staged = [sharer.stage(value) for value in large]
     message = sharer.message(large, [one for _, one in staged])
-    assert ErrorCode.MALFORMED == code_of(
+    assert ErrorCode.TOO_LARGE == code_of(
         _raw(sharer.client, message, [[one.granule, one.generation] for _, one in staged])
     )
     for place, value in enumerate(large):
