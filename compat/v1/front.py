@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from compat.errors import CompatError
 from compat.v1.chunk_hashes import mp_chunk_hashes
-from compat.v1.front_sessions import ClientTable, LookupTable, V1Lookup, WorkerTable
+from compat.v1.front_sessions import LOOKUP_TTL, ClientTable, LookupTable, V1Lookup, WorkerTable
 from compat.v1.front_storage import (
     V1RefusedError,
     check_delivery,
@@ -284,7 +284,7 @@ class V1Front:
 
     def _take_lease(self, peer: bytes, key: V1Key, root: bytes, keys: Sequence[bytes], now: float) -> None:
         self._forget_lookup(peer, key.request_id, now)
-        hit = self._cache.lookup(root, keys, world=key.world_size, owner=_OWNER, now=now)
+        hit = self._cache.lookup(root, keys, world=key.world_size, owner=_OWNER, ttl=LOOKUP_TTL, now=now)
         self._hits += hit.chunks
         lookup = V1Lookup(
             peer,

@@ -32,7 +32,8 @@ MAX_LOOKUP_KEYS: Final = 4 * 1024 * 1024
 """Chunk hashes that they remember together."""
 
 LOOKUP_TTL: Final = 600.0
-"""Seconds without a call after which a lookup is forgotten; LMCache's own session time."""
+"""Seconds without a call after which a lookup is forgotten; LMCache's own session time. What it hit is leased for as
+long: an engine may queue a request between lookup and retrieve, and fails it if what it was promised is gone."""
 
 MAX_WORKERS: Final = 4096
 """Workers registered at one time; the one that was silent longest goes first."""

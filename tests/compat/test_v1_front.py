@@ -30,6 +30,9 @@ PROMPT = tuple(range(100, 118))
 OTHER = (1, *PROMPT[1:])
 """No chunk in common with `PROMPT`."""
 
+RELEASE_READ_SECONDS = 300
+"""That LMCache's own server keeps what a lookup hit."""
+
 ENCODE = msgspec.msgpack.encode
 
 
@@ -312,6 +315,21 @@ def test_a_client_that_does_not_say_how_many_read_keeps_its_lease_to_the_end(
     assert leased(harness) == 4
     client.end("r")
     assert leased(harness) == 0
+
+
+def test_what_was_hit_is_kept_for_as_long_as_the_release_keeps_it() -> None:
+    """An engine may queue a request for minutes before it retrieves; what nobody looked up goes in its place."""
+    harness = FrontHarness(memory=16 * 1024)
+    client = harness.v1_client()
+    found, idle, fresh = (range(first, first + 2 * CHUNK) for first in (100, 200, 300))
+    assert client.store(found, 1)
+    assert client.store(idle, 1)
+    assert client.lookup(found, request_id="queued") == 2
+    harness.pass_time(RELEASE_READ_SECONDS - 1)
+    for place in range(100):
+        client.store([*fresh, *[place] * CHUNK], 1)
+    assert client.hits(idle) == 0
+    assert client.retrieve(found, request_id="queued") == [1, 2]
 
 
 def test_lookups_that_are_never_ended_are_forgotten_with_their_leases(harness: FrontHarness, client: V1Client) -> None:

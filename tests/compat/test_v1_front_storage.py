@@ -54,6 +54,7 @@ def test_a_store_comes_back_as_it_went_in() -> None:
     """Pickle, objects, pickle: the same tensors, each object with its own place and parent."""
     data = write_tensors([PickledTensor("float16", (2, 4), bytes([fill]) * 16) for fill in (7, 8)])
     tensors = unpickle_chunks(memoryview(data), 2, LAYOUT)
+    assert [bytes] * 2 == [type(tensor) for tensor in tensors]  # no view, which would keep the whole message in memory
     objects = stored_chunks(ROOT, HASHES, tensors, LAYOUT, start=1, shard=Shard(2, 1), chunk_size=4)
     assert [(HASHES[1], HASHES[0], 4, 4), (HASHES[2], HASHES[1], 8, 4)] == [
         (obj.id.key, obj.envelope.parent, obj.envelope.start, obj.envelope.n_tokens) for obj in objects
