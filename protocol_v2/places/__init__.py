@@ -4,6 +4,7 @@
     flow      bytes under way, bounded
     presence  which shards of which chunks are in memory or on disk
     faults    why chunks that were there are not
+    indexed   what memory and disk have in common
     memory    objects in this process
     disk      files: what is written, what is being written, what has to go
     remote    a store that many servers share: asked before lookups, sent to behind stores

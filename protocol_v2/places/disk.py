@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from protocol_v2.places.base import Forgotten, Read
+from protocol_v2.places.indexed import IndexedPlace
 from protocol_v2.places.presence import DISK
 from protocol_v2.storage.envelope import encoded_size
 from protocol_v2.storage.errors import ObjectMissError
@@ -57,7 +58,7 @@ class _Write:
         """Cleared before it was done: what it writes is not wanted."""
 
 
-class DiskPlace:
+class DiskPlace(IndexedPlace[int]):
     """The index over a disk tier. Belongs to the loop.
 
     Args:
@@ -69,15 +70,13 @@ class DiskPlace:
     name = "disk"
 
     def __init__(self, tier: DiskTier, presence: Presence, is_held: Callable[[ChunkId], bool]) -> None:
+        super().__init__(Residency(tier.budget, self._is_protected, track_uses=True), presence, is_held)
         self.tier = tier
-        self._presence = presence
-        self._is_held = is_held
         self._writes: dict[ObjectId, list[_Write]] = {}
         self._writing: Counter[ChunkId] = Counter()
         self._guarded: Counter[ChunkId] = Counter()
         self._strays: dict[ObjectId, None] = {}
         self._described: OrderedDict[bytes, None] = OrderedDict()
-        self.residency: Residency[int] = Residency(tier.budget, self._is_protected, track_uses=True)
         self.failed = 0
         """Operations of the tier that failed."""
         self._trouble = ""
@@ -109,19 +108,6 @@ class DiskPlace:
     def fits(self, obj: StoredObject) -> bool:
         """Whether an object can be kept without anything going."""
         return self.residency.fits(charge_of(encoded_size(obj.envelope)))
-
-    def charge(self, chunk: ChunkId) -> int:
-        """Bytes that a chunk is charged with; 0 if it is not here."""
-        resident = self.residency.find(chunk)
-        return resident.size if resident is not None else 0
-
-    def touch(self, chunks: Sequence[ChunkId]) -> None:
-        """A prefix was used: its chunks in prompt order."""
-        self.residency.touch(chunks)
-
-    def offer(self, chunks: Sequence[ChunkId]) -> None:
-        """These may not be leased any more."""
-        self.residency.offer(chunks)
 
     def describe(self, space: KeySpace) -> Task[None]:
         """Write the description of a space beside its objects, unless that was done. The task raises `TierError`."""
@@ -219,11 +205,7 @@ class DiskPlace:
             if (root is None or wanted.root == root) and not self._is_held(wanted.chunk):
                 for write in writes:
                     write.overtaken = True
-        victims = [
-            resident
-            for resident in list(self.residency)
-            if (root is None or resident.id[0] == root) and not self._is_held(resident.id)
-        ]
+        victims = self._forgettable(root)
         for resident in victims:
             self.residency.remove(resident.id)
             self._presence.discard(resident.id, resident.shards, DISK)

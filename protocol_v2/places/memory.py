@@ -5,21 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol_v2.places.base import Forgotten
+from protocol_v2.places.indexed import IndexedPlace
 from protocol_v2.places.presence import MEMORY
 from protocol_v2.storage.names import ObjectId
+from protocol_v2.storage.objects import StoredObject
 from protocol_v2.tiers.base import TierFullError
 from protocol_v2.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from protocol_v2.places.presence import Presence
     from protocol_v2.storage.names import ChunkId
-    from protocol_v2.storage.objects import StoredObject
-    from protocol_v2.tiers.residency import Residency, Resident
+    from protocol_v2.tiers.residency import Resident
 
 
-class MemoryPlace:
+class MemoryPlace(IndexedPlace[StoredObject]):
     """The memory tier. Belongs to the loop.
 
     Args:
@@ -31,14 +32,8 @@ class MemoryPlace:
     name = "memory"
 
     def __init__(self, budget: int, presence: Presence, is_held: Callable[[ChunkId], bool]) -> None:
-        self._presence = presence
-        self._is_held = is_held
         self._tier = MemoryTier(budget, protected=is_held, evicted=self._leave)
-
-    @property
-    def residency(self) -> Residency[StoredObject]:
-        """The chunks in memory."""
-        return self._tier.residency
+        super().__init__(self._tier.residency, presence, is_held)
 
     def find(self, wanted: ObjectId) -> StoredObject | None:
         """The object, or None."""
@@ -53,30 +48,16 @@ class MemoryPlace:
         self._presence.add(obj.id.chunk, obj.id.shard, MEMORY)
         return True
 
-    def charge(self, chunk: ChunkId) -> int:
-        """Bytes that a chunk is charged with; 0 if it is not here."""
-        resident = self.residency.find(chunk)
-        return resident.size if resident is not None else 0
-
-    def touch(self, chunks: Sequence[ChunkId]) -> None:
-        """A prefix was used: its chunks in prompt order."""
-        self.residency.touch(chunks)
-
-    def offer(self, chunks: Sequence[ChunkId]) -> None:
-        """These may not be leased any more."""
-        self.residency.offer(chunks)
-
     def forget(self, root: bytes | None) -> Forgotten:
         """Forget what is not leased, of one space or all."""
         objects: list[ObjectId] = []
         size = 0
-        for resident in list(self.residency):
-            if (root is None or resident.id[0] == root) and not self._is_held(resident.id):
-                self.residency.remove(resident.id)
-                self._leave(resident)
-                objects += [ObjectId(*resident.id, shard) for shard in resident.shards]
-                size += resident.size
-                resident.shards.clear()  # its entry in the order of eviction may stay for a while: not the bytes
+        for resident in self._forgettable(root):
+            self.residency.remove(resident.id)
+            self._leave(resident)
+            objects += [ObjectId(*resident.id, shard) for shard in resident.shards]
+            size += resident.size
+            resident.shards.clear()  # its entry in the order of eviction may stay for a while: not the bytes
         return Forgotten(objects, size, None)
 
     def _leave(self, resident: Resident[StoredObject]) -> None:
