@@ -311,7 +311,7 @@ class PingReply(Message, frozen=True, kw_only=True):
     Args:
         boot: the server's boot id; another one than the welcome's ends the session.
         uptime_ms: since the server started.
-        loop_lag_us: how late the loop last was.
+        loop_lag_us: how late the loop came to its timers at most, lately.
     """
 
     code: ClassVar[Code] = Code.PING_REPLY

@@ -238,11 +238,8 @@ class CacheServer:
             if ends < math.inf and (now >= ends or not service.busy):
                 return
             wait = max(0.0, min(service.next_tick(now), ends) - now)
-            due = now + wait
             ready = dict(poller.poll(int(wait * 1000) + 1))
             now = time.monotonic()
-            if not ready:
-                service.note_lag(max(0.0, now - due))
             if self._wake_in.fileno() in ready:
                 self._drain_wake()
             self._finish_jobs(now)

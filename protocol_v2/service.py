@@ -30,6 +30,7 @@ from protocol_v2.events import (
 from protocol_v2.frames import MAX_HEADER_BYTES, is_protocol_2
 from protocol_v2.hello import Refusal, Welcome
 from protocol_v2.jobs import Jobs
+from protocol_v2.loop_lag import LoopLag
 from protocol_v2.messages import (
     AttachRequest,
     ClearRequest,
@@ -121,7 +122,7 @@ class CacheService:
         self._stopping = False
         self._next_tick = started
         self._next_maintenance = started
-        self._lag = 0.0
+        self._lag = LoopLag(started)
         self.counters = ServiceCounters()
         self._jobs = Jobs(self.counters)
         self.backlog = Backlog()
@@ -182,12 +183,13 @@ class CacheService:
     def next_tick(self, now: float) -> float:
         """When `tick` wants to be called next."""
         busy = bool(self._peers) or self._front is not None
-        return self._next_tick if busy else max(now, self._next_maintenance)
+        return self._lag.promise(self._next_tick if busy else max(now, self._next_maintenance))
 
     def tick(self, now: float) -> None:
         """Let time pass: deadlines, silent peers, leases, sessions, background work."""
         if now < self._next_tick:
             return
+        self._lag.came(now)
         self._next_tick = now + TICK_SECONDS
         if self._news is not None:
             self._news.flush()
@@ -200,10 +202,6 @@ class CacheService:
             for task in self._cache.maintain(now):
                 self._jobs.background(task, now)
             self.facts = self.status(now)
-
-    def note_lag(self, seconds: float) -> None:
-        """How late the loop last was."""
-        self._lag = seconds
 
     def note_unsent(self, identity: bytes, errno: int) -> None:
         """A message could not be sent: the peer's queue is full, or the peer is gone."""
@@ -352,7 +350,7 @@ class CacheService:
         return PingReply(
             boot=self._terms.boot_id,
             uptime_ms=int((now - self._started) * 1000),
-            loop_lag_us=int(self._lag * 1_000_000),
+            loop_lag_us=int(self._lag.seconds(now) * 1_000_000),
         )
 
     def status(self, now: float) -> dict[str, int | float | str | bool | None]:
@@ -360,7 +358,7 @@ class CacheService:
         server: dict[str, Fact] = {
             "server.uptime_s": round(now - self._started, 3),
             "server.boot_id": self._terms.boot_id.hex(),
-            "server.loop_lag_us": int(self._lag * 1_000_000),
+            "server.loop_lag_us": int(self._lag.seconds(now) * 1_000_000),
             "server.peers": len(self._peers),
             "server.v1_accepted": self._front is not None,
             "server.spaces": len(self._spaces),

@@ -436,6 +436,31 @@ def test_a_restart_finds_what_was_acknowledged(tmp_path: Path) -> None:
     after.service.close(after.now)
 
 
+def test_a_ping_tells_of_a_stall_of_the_loop() -> None:
+    """A loop that was held up says by how much, to whoever asks during it or soon after, and not for ever."""
+    harness = Harness()
+    client = harness.client()
+
+    def lag() -> float:
+        seconds: float = client.ask(PingRequest()).loop_lag_us / 1e6
+        assert harness.fact("server.loop_lag_us") / 1e6 == seconds
+        return seconds
+
+    def turns(count: int) -> None:
+        for _ in range(count):
+            harness.pass_time(max(0.0, harness.service.next_tick(harness.now) - harness.now))
+
+    turns(30)
+    assert pytest.approx(0, abs=1e-6) == lag()
+    due = harness.service.next_tick(harness.now)
+    harness.now = due + 2.5
+    assert pytest.approx(2.5) == lag()
+    turns(5)
+    assert pytest.approx(2.5) == lag()
+    turns(30)
+    assert pytest.approx(0, abs=1e-6) == lag()
+
+
 def test_a_reply_after_the_deadline_is_not_sent(tmp_path: Path) -> None:
     """Nobody waits for it any more: it is dropped and counted, and the entry it acknowledged is there."""
     harness = Harness(disk=DiskTier(tmp_path, budget=1 << 20))
