@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -27,13 +28,16 @@ from protocol_v2.hello import Limits
 from protocol_v2.metrics import StatusCollector
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer, checked_addresses
-from protocol_v2.service import CacheService
+from protocol_v2.service import MAX_PEERS, CacheService
 from protocol_v2.sharing import Sharing
 from protocol_v2.tiers import DiskTier, Fsync, TierError
 from protocol_v2.tiers.descriptions import described_spaces
 from protocol_v2.tiers.remote import RemoteTier
 
 BOOT_ID_BYTES = 16
+
+WANTED_FILES = MAX_PEERS + 1024
+"""Open files: one for each client that may have a session, those without one, and the store's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ def serve(options: ServeOptions) -> None:
         format="%(message)s",
         handlers=[RichHandler(console=stderr, show_path=False)],
     )
+    _raise_file_limit()
     stop = threading.Event()
     with _stopped_by_signals(stop):
         for address in checked_addresses(options.listen):
@@ -121,6 +126,22 @@ def serve(options: ServeOptions) -> None:
                     break
         if not options.quiet:
             stdout.print("stopped")
+
+
+def _raise_file_limit() -> None:
+    """Open as many files as this process may: each client is one, and libzmq aborts where an ipc client finds none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # what there is stays, and is told below
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < WANTED_FILES:
+        logging.getLogger(__name__).warning(
+            "only %d files may be open, and each client is one: about as many clients end the server; "
+            "raise the hard limit to %d (ulimit -Hn, LimitNOFILE=)",
+            soft,
+            WANTED_FILES,
+        )
 
 
 def _sharing(options: ServeOptions) -> Sharing | None:

@@ -28,10 +28,22 @@ class Serve:
 
 
 @contextmanager
-def serving(*options: str, cache_home: Path, environment: Mapping[str, str] | None = None) -> Iterator[Serve]:
-    """Start ``extra-keys serve`` and wait until it says where it listens."""
+def serving(
+    *options: str, cache_home: Path, environment: Mapping[str, str] | None = None, limit: str = ""
+) -> Iterator[Serve]:
+    """Start ``extra-keys serve`` and wait until it says where it listens.
+
+    Args:
+        options: of the command.
+        cache_home: its cache folder.
+        environment: what is different in its environment.
+        limit: what the shell's ``ulimit`` is told before; empty for nothing.
+    """
+    command = [sys.executable, "-m", "extra_keys_cli", "serve", *options]
+    if limit:
+        command = ["/bin/sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *command]
     process = subprocess.Popen(
-        [sys.executable, "-m", "extra_keys_cli", "serve", *options],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

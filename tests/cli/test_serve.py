@@ -73,6 +73,33 @@ def test_kill_minus_nine_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
         assert 0 == server.stop()[0]
 
 
+def test_more_clients_than_the_usual_limit_of_open_files(tmp_path: Path) -> None:
+    """R: the server raises its own limit of open files: libzmq ends a process that has none for an ipc client."""
+    with serving("--no-store", cache_home=tmp_path, limit="-Sn 64") as server, zmq.Context() as context:
+        clients = []
+        for number in range(100):
+            client = context.socket(zmq.DEALER)
+            client.linger = 0
+            client.connect(server.address)
+            client.send_multipart([number.to_bytes(1, "big"), b"\x20"])
+            clients.append(client)
+        assert all(client.poll(20_000) for client in clients)
+        for client in clients:
+            client.close()
+        code, _, err = server.stop()
+        assert (0, False) == (code, "LimitNOFILE" in err)
+
+
+def test_a_low_limit_of_open_files_is_told(tmp_path: Path) -> None:
+    """R: where the limit cannot be raised, the operator reads how many files there may be, and what to do."""
+    with serving("--no-store", cache_home=tmp_path, limit="-n 100") as server:
+        store(server.address)
+        code, _, err = server.stop()
+    assert 0 == code
+    assert "only 100 files may be open" in " ".join(err.split())
+    assert "LimitNOFILE" in err
+
+
 def test_memory_only_and_tcp(tmp_path: Path) -> None:
     """--no-store keeps nothing on disk; port 0 is one from the operating system, and it is printed."""
     with serving("--no-store", "--listen", "tcp://127.0.0.1:0", cache_home=tmp_path) as server:
