@@ -11,12 +11,15 @@ WANTED: Final = "ipc://PATH or tcp://HOST:PORT"
 
 _TCP: Final = re.compile(r"tcp://.+:(?:([0-9]{1,5})|\*)", re.ASCII)
 _MAX_PORT: Final = 65_535
+_IPC: Final = "ipc://"
+_MAX_IPC_PATH: Final = 107
+"""Bytes of the path of a Unix socket; the operating system's bound."""
 
 
 def is_address(text: str) -> bool:
     """Whether a text is an address: libzmq takes a port modulo 65536, and so would listen where nobody looks."""
-    if text.startswith("ipc://"):
-        return len(text) > len("ipc://")
+    if text.startswith(_IPC):
+        return len(text) > len(_IPC)
     match = _TCP.fullmatch(text)
     return match is not None and int(match[1] or 0) <= _MAX_PORT
 
@@ -30,10 +33,17 @@ def checked_address(address: object, what: str) -> str:
 
     Raises:
         LocalTypeError: no text.
-        LocalProtocolError: neither ``ipc://`` nor ``tcp://``, or a port that there is none of.
+        LocalProtocolError: neither ``ipc://`` nor ``tcp://``, a port that there is none of, or a path that is too long
+            for a socket.
     """
     if not isinstance(address, str):
         raise LocalTypeError(f"{what}: got {type(address).__name__}, wanted {WANTED}")
     if not is_address(address):
         raise LocalProtocolError(f"{what}: got {address[:256]!r}, wanted {WANTED}")
+    nbytes = len(address.removeprefix(_IPC).encode(errors="surrogatepass"))
+    if address.startswith(_IPC) and nbytes > _MAX_IPC_PATH:
+        raise LocalProtocolError(
+            f"{what}: got a path of {nbytes} bytes for a socket, wanted at most {_MAX_IPC_PATH}, which is all that "
+            "the operating system takes; choose a shorter one"
+        )
     return address

@@ -29,3 +29,13 @@ def test_what_is_no_address_is_refused_on_both_sides(address: str) -> None:
         checked_addresses([address])
     with pytest.raises(LocalProtocolError, match="wanted ipc://PATH or tcp://HOST:PORT"):
         CacheClient(address)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused_on_both_sides() -> None:
+    """107 bytes, not characters, are taken and one more is refused, by its length."""
+    longest = f"ipc:///{'ä' * 53}"
+    assert (longest,) == checked_addresses(longest)
+    with pytest.raises(LocalProtocolError, match="108 bytes for a socket, wanted at most 107"):
+        checked_addresses(f"{longest}x")
+    with pytest.raises(LocalProtocolError, match="wanted at most 107"):
+        CacheClient(f"{longest}x")
