@@ -275,7 +275,7 @@ def leased(harness: FrontHarness) -> int:
 
 
 def test_chunks_are_given_back_by_retrieve_free_and_end(harness: FrontHarness, client: V1Client) -> None:
-    """Four hit: two retrieved and two freed leave nothing leased; freed twice is freed once."""
+    """Four hit: two retrieved and two freed leave nothing leased; freed twice is once, for another world not at all."""
     assert client.store(PROMPT, 10, salt="s")
     assert client.lookup(PROMPT, request_id="r", salt="s") == 4
     other = harness.v1_client()
@@ -284,6 +284,9 @@ def test_chunks_are_given_back_by_retrieve_free_and_end(harness: FrontHarness, c
     assert [10, 11] == client.retrieve(PROMPT, request_id="r", salt="s", stop=2 * CHUNK)
     assert leased(harness) == 6
     tail = client.key(PROMPT, rank=None, request_id="r", salt="s", start=2 * CHUNK)
+    elsewhere = client.key(PROMPT, rank=None, request_id="r", salt="s", start=2 * CHUNK, world_size=2)
+    assert client.ask(V1Operation.FREE_LOOKUP_LOCKS, elsewhere, 1) is None
+    assert leased(harness) == 6
     for _ in range(2):
         assert client.ask(V1Operation.FREE_LOOKUP_LOCKS, tail, 1) is None
     assert leased(harness) == 4
