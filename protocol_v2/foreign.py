@@ -63,8 +63,19 @@ class ForeignFront(Protocol):
     def capabilities(self) -> tuple[str, ...]:
         """What the answer to a v1 probe lists beside our own."""
 
-    def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
-        """Take one multipart message that is none of this protocol; it never raises for what a peer sends."""
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest frame that its clients send; a larger one may end the connection before it is read."""
+
+    def receive(self, identity: bytes, frames: Sequence[Frame], now: float, *, unread: int) -> None:
+        """Take one multipart message that is none of this protocol; it never raises for what a peer sends.
+
+        Args:
+            identity: the peer's.
+            frames: the message.
+            now: seconds, monotonic.
+            unread: bytes of answers that wait for that peer.
+        """
 
     def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
         """Messages to send, with the identity of the peer each goes to."""

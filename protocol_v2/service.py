@@ -135,7 +135,8 @@ class CacheService:
     @property
     def max_frame_bytes(self) -> int:
         """Largest frame worth receiving at all."""
-        return max(self._terms.limits.max_payload_bytes, MAX_HEADER_BYTES) + FRAME_SLACK
+        foreign = 0 if self._front is None else self._front.max_frame_bytes
+        return max(self._terms.limits.max_payload_bytes, MAX_HEADER_BYTES, foreign) + FRAME_SLACK
 
     @property
     def boot_id(self) -> bytes:
@@ -240,7 +241,7 @@ class CacheService:
             others = () if self._front is None else self._front.capabilities
             self._replies.queue(identity, answer_probe(frames, others))
         elif self._front is not None:
-            self._front.receive(identity, frames, now)
+            self._front.receive(identity, frames, now, unread=self.backlog.of(identity))
         else:
             self.counters.foreign += 1
 

@@ -161,7 +161,8 @@ def test_every_fact_and_metric_exists(facts: dict[str, Any]) -> None:
 def test_every_reason_of_a_refusal_exists() -> None:
     """The table of `v1.refused.` names reasons that the front gives."""
     sources = "".join(
-        (ROOT / "compat" / "v1" / name).read_text() for name in ("front.py", "front_storage.py", "wire.py")
+        (ROOT / "compat" / "v1" / name).read_text()
+        for name in ("front.py", "front_storage.py", "wire.py", "closed_pickle.py")
     )
     table = GUIDE.split("| `v1.refused.` |")[1].split("\n\n")[0]
     told = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}

@@ -31,6 +31,9 @@ _U64: Final = struct.Struct("<Q")
 class PickleRefusedError(CompatError):
     """A pickle holds something that the closed reader does not know, or more of it than it reads."""
 
+    reason: Final = "pickle"
+    """A short word for counters."""
+
 
 @dataclass(frozen=True, slots=True)
 class Global:

@@ -37,7 +37,7 @@ from compat.v1.front_storage import (
 )
 from compat.v1.operations import V1Operation, V1Registered, V1RetrievePrepared, V1StorePrepared
 from compat.v1.pickled_tensors import DTYPE_BYTES
-from compat.v1.wire import V1WireError, decode_request, encode_answer, encode_failure
+from compat.v1.wire import MAX_DATA_BYTES, V1WireError, decode_request, encode_answer, encode_failure
 from protocol_v2.capability import CAPABILITY
 from protocol_v2.errors import ProtocolError
 from protocol_v2.jobs import Job
@@ -66,6 +66,9 @@ MAX_JOBS: Final = 1024
 MAX_PENDING_BYTES: Final = 2**30
 """Bytes of pickles that are read or written at one time; one that is larger goes alone."""
 
+MAX_UNREAD_BYTES: Final = MAX_DATA_BYTES
+"""Bytes of answers that may wait for one client before it is given tensors again: it reads none of them."""
+
 _OWNER: Final = ("v1",)
 """Owner of all leases of v1 clients: several sockets share a request, so none of them owns one."""
 
@@ -80,6 +83,7 @@ class V1Front:
         chunk_size: tokens of a chunk for v1 clients, who ask for it and take it.
         max_jobs: jobs under way at one time.
         max_pending: bytes of pickles under way at one time.
+        max_unread: bytes of answers that wait for one client.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class V1Front:
         chunk_size: int = 256,
         max_jobs: int = MAX_JOBS,
         max_pending: int = MAX_PENDING_BYTES,
+        max_unread: int = MAX_UNREAD_BYTES,
     ) -> None:
         if chunk_size < 1:
             raise CompatError(f"chunk_size: got {chunk_size}, wanted at least 1")
@@ -96,6 +101,7 @@ class V1Front:
         self._chunk_size = chunk_size
         self._max_jobs = max_jobs
         self._max_pending = max_pending
+        self._max_unread = max_unread
         self._lookups = LookupTable()
         self._asking: dict[tuple[bytes, str], list[tuple[bytes, V1Request]]] = {}
         self._workers = WorkerTable(chunk_size)
@@ -118,7 +124,12 @@ class V1Front:
         """None of LMCache's experimental features."""
         return ()
 
-    def receive(self, identity: bytes, frames: Sequence[Frame], now: float) -> None:
+    @property
+    def max_frame_bytes(self) -> int:
+        """A store's tensors: all of its chunks are one frame, and one that is not read is never answered."""
+        return MAX_DATA_BYTES
+
+    def receive(self, identity: bytes, frames: Sequence[Frame], now: float, *, unread: int = 0) -> None:
         """Take one message of a v1 client, or of whoever else is no v2 peer. Never raises for what a peer sends."""
         self._now = now
         try:
@@ -130,7 +141,7 @@ class V1Front:
         self._requests[str(request.operation)] += 1
         self._clients.heard(identity, now)
         try:
-            self._dispatch(identity, request, now)
+            self._dispatch(identity, request, now, unread)
         except Exception as error:  # a handler that fails costs its own request
             self._fail(identity, request, error)
 
@@ -184,7 +195,7 @@ class V1Front:
 
     # ---- operations
 
-    def _dispatch(self, peer: bytes, request: V1Request, now: float) -> None:
+    def _dispatch(self, peer: bytes, request: V1Request, now: float, unread: int) -> None:
         arguments: tuple[Any, ...] = request.payloads
         match request.operation:
             case V1Operation.LOOKUP:
@@ -192,6 +203,8 @@ class V1Front:
             case V1Operation.QUERY_PREFETCH_STATUS | V1Operation.WAIT_PREFETCH_STATUS:
                 self._tell_result(peer, request, arguments[0], now)
             case V1Operation.PREPARE_RETRIEVE:
+                if unread > self._max_unread:
+                    raise V1RefusedError("unread", f"retrieve: {unread} bytes of answers wait for that client")
                 self._retrieve(peer, request, *arguments, now=now)
             case V1Operation.COMMIT_RETRIEVE:
                 self._reply(peer, request, self._worker(*arguments, now=now) is not None)
