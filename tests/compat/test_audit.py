@@ -6,6 +6,7 @@ import pytest
 
 from compat.audit import Group, Holding, StoredName, audit, described_models, folder_names, identify
 from compat.v1 import StoreKind
+from protocol_v2.storage.descriptions import MAX_DESCRIPTION_BYTES
 from tests.compat.mixed_folder import ENGINE, INTERNAL, JUNK, PLAIN, RANK, SALTED, SLASHED, V1, V2, fill
 from tests.compat.v1_writers import MpObject
 
@@ -55,15 +56,25 @@ def test_links_are_never_followed_or_named(tmp_path: Path) -> None:
 
 
 def test_a_description_that_does_not_agree_gives_no_model(tmp_path: Path) -> None:
-    """Models come from descriptions of the folder that they are in, and from no other."""
+    """Models come from descriptions of the folder that they are in; not from another's, a link's or a huge one's."""
     fill(tmp_path).close()
     (description,) = tmp_path.glob("xk2/*/space.json")
     other = tmp_path / "xk2" / ("0" * 32) / "space.json"
     other.parent.mkdir()
     other.write_bytes(description.read_bytes())
     assert {f"xk2/{description.parent.name}": "org/two"} == described_models(tmp_path)
+    kept = description.read_bytes()
+    description.write_bytes(kept + b" " * MAX_DESCRIPTION_BYTES)
+    assert {} == described_models(tmp_path)
+    (tmp_path / "elsewhere.json").write_bytes(kept)
+    description.unlink()
+    description.symlink_to(tmp_path / "elsewhere.json")
+    assert {} == described_models(tmp_path)
+    description.unlink()
     description.write_bytes(b"{}")
     assert {} == described_models(tmp_path)
+    description.write_bytes(kept)
+    assert {f"xk2/{description.parent.name}": "org/two"} == described_models(tmp_path)
 
 
 def test_every_v1_name_is_schema_1_and_slashes_leave_the_model_open() -> None:

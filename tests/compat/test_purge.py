@@ -1,6 +1,7 @@
 """A purge removes what was asked for, and leaves everything else."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,21 @@ def test_a_folder_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
     assert {"linked": False, "kept": True} == removed
     assert {"linked": True, "kept": False} == {name: (folder / PLAIN).exists() for name, folder in folders.items()}
     assert (tmp_path / "moved" / PLAIN).exists()
+
+
+def test_entries_of_a_server_that_starts_during_a_purge_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder was not there when the locks were taken, so nobody owns it; what was asked for of schema 1 goes."""
+    tiers = []
+
+    def a_server_starts(folder: Path) -> dict[str, str]:
+        tiers.append(fill(folder))
+        return {}
+
+    monkeypatch.setattr("compat.purge.described_models", a_server_starts)
+    purge = purge_folder(tmp_path, Criteria(older_than=0), dry_run=False, now=time.time() + 60)
+    assert V1 == {stored.name for stored, outcome in purge if outcome is Verdict.RETIRED}
+    assert (set(), V2) == (V1 & files(tmp_path), V2 & files(tmp_path))
+    for tier in tiers:
+        tier.close()
+    monkeypatch.undo()
+    assert V2 == purged(tmp_path, Criteria(older_than=0), now=time.time() + 60)

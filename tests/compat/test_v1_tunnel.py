@@ -1,5 +1,6 @@
 """The tunnel against a v1 server without sockets: our own front, which speaks the same frames, and a mute one."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -227,6 +228,24 @@ def test_no_request_id_is_used_for_two_identities_or_twice(pair: Pair) -> None:
     assert len(lookups) + len(stores) == 8
     assert len(ids) == 8
     assert all(len(one) == 68 and one.startswith("xk2-") for one in ids)
+
+
+def test_a_request_id_is_made_from_process_session_identity_and_count(pair: Pair) -> None:
+    """Each of the four is in it, as the spec writes it, so no two identities and no two requests can share one."""
+    pair.lookup()
+    pair.lookup(CacheSalt("s"))
+    expected = []
+    for number, extra in enumerate(((), (CacheSalt("s"),)), 1):
+        last = chunk_keys(SPACE, PROMPT, extra)[-1].digest
+        seed = b"".join(
+            len(one).to_bytes(4, "little") + one
+            for one in (b"xk2/tunnel-request", pair.tunnel._boot_id, pair.tunnel._session_id, last)
+        )
+        expected.append("xk2-" + hashlib.sha256(seed + number.to_bytes(8, "little")).hexdigest())
+    assert expected == [key.request_id for key in pair.server.keys]
+    assert (16, 16) == (len(pair.tunnel._boot_id), len(pair.tunnel._session_id))
+    assert pair.tunnel._boot_id != Pair().tunnel._boot_id
+    assert pair.tunnel._session_id != Pair(pair.server, pair.policy).tunnel._session_id
 
 
 def test_keys_by_tokens_name_the_same_chunks(pair: Pair) -> None:

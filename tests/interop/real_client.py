@@ -57,7 +57,7 @@ class V1User:
         world: int = 1,
         dtype: str = "float16",
         mla: bool = False,
-        timeout: float = 10.0,
+        timeout: float = 60.0,
     ) -> None:
         self.client = client
         self.chunk_size = chunk_size

@@ -48,7 +48,7 @@ def served_v1(client: RealClient, server: RealServer, model: str, salt: str = ""
 def served_v2(address: str) -> list[int]:
     """What a v2 server serves for the prompt; another prompt misses."""
     with CacheClient(address, SPACE) as client:
-        client.wait_ready(20)
+        client.wait_ready(60)
         assert 0 == client.lookup("a", chunk_keys(SPACE, [7, *PROMPT])).hit_chunks
         found = client.lookup("b", KEYS)
         assert found.lease is not None
@@ -109,7 +109,7 @@ def test_a_folder_that_the_release_wrote_is_counted_and_purged_exactly(tmp_path:
 
     with serving("--store", str(store), "--listen", f"ipc://{tmp_path}/v2.sock", cache_home=tmp_path) as v2_server:
         with CacheClient(v2_server.address, SPACE) as client:
-            client.wait_ready(20)
+            client.wait_ready(60)
             values = [np.full(64, place, dtype=np.uint8) for place in range(N_CHUNKS)]
             assert N_CHUNKS == client.store("r", KEYS, values).stored
         v2 = files(store) - v1
