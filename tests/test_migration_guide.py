@@ -95,7 +95,7 @@ def test_every_option_in_the_text_exists() -> None:
     """Options that stand alone are those of some command of ours, or LMCache's."""
     group: Any = typer.main.get_command(app)
     ours = {option for command in group.commands.values() for one in command.params for option in one.opts}
-    theirs = {"--chunk-size", "--supported-transfer-mode", "--shm-name"}
+    theirs = {"--chunk-size", "--supported-transfer-mode", "--shm-name", "--transport"}
     told = {shlex.split(code)[0] for code in CODE if code.startswith("--")}
     assert told <= ours | theirs
     assert "--accept-v1" in told
