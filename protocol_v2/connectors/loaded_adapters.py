@@ -6,7 +6,8 @@ engine's slots (the number under which it keeps an adapter), the revision at its
 
     the slot is used for the first time       its revision is noted
     the same revision again                   fine
-    another revision, the request reloads     noted; requests that run with the slot are to be given up
+    another revision, the request reloads     noted; requests that run with the slot are to be given up, and others that
+                                              do not reload are uncacheable until the engine has come to this one
     another revision without a reload         nobody knows what is loaded: uncacheable, until a reload
 
 An engine's own prefix cache that knows adapters by name and path serves KV of replaced weights; what rests on such KV
@@ -61,20 +62,28 @@ class LoadedAdapters:
         revision = self.revisions(source)
         if revision is None:
             return None, False
-        known = self._slots.get(slot)
-        replaced = known is not None and known.revision != revision
-        if known is None or reloads:
-            self._slots[slot] = _Slot(revision)
-        elif replaced:
-            known.doubtful = True
+        known = self._slots.setdefault(slot, _Slot(revision))
+        replaced = known.revision != revision
+        known.doubtful = known.doubtful or replaced
+        if reloads:
+            known.revision = revision
         self._seen.setdefault((source.name, source.path), set()).add(revision)
-        if self._slots[slot].doubtful:
+        if known.doubtful and not reloads:
             raise UncacheableRequest(
                 UncacheableReason.ADAPTER_CHANGED,
                 "the adapter's files are not what they were when the engine first used it, and nothing says what it "
                 "has loaded; give each version a folder of its own and load it as another adapter",
             )
         return revision, replaced
+
+    def waits(self, slot: int, revision: str) -> bool:
+        """Whether the engine has yet to load this revision into a slot."""
+        known = self._slots.get(slot)
+        return known is not None and known.doubtful and known.revision == revision
+
+    def loaded(self, slot: int) -> None:
+        """The engine loads what the slot was last noted with."""
+        self._slots[slot].doubtful = False
 
     def is_current(self, source: AdapterSource, revision: str) -> bool:
         """Whether the files still hold what a key says; costs a look at their times and sizes."""

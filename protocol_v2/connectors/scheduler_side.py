@@ -227,13 +227,12 @@ class SchedulerSide:
                 answer = self._client.lookup(
                     plan.session, plan.keys, world=self._world, groups=self._groups, timeout=self._lookup_timeout
                 )
-            except (
-                ProtocolError
-            ) as error:  # the server refuses the identity, or the client is closed: never an engine's fault
+                tracker.found(answer.hit_chunks, answer.lease, answer.lease_seconds, self._clock())
+            except ProtocolError as error:
+                # refused identity, a closed client, a hit that cannot be one: never an engine's fault
                 log.warning("a lookup was refused: %s", error)
                 self.bypass(request_id, REFUSED)
                 return 0
-            tracker.found(answer.hit_chunks, answer.lease, answer.lease_seconds, self._clock())
             self.counters.queried_tokens += max(0, tracker.n_tokens - computed)
             self.counters.hit_tokens += tracker.loadable(computed)
             if answer.failure is None:

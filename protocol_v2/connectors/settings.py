@@ -25,7 +25,8 @@ class ConnectorSettings:
     Args:
         address: of the cache server, ``ipc://PATH`` or ``tcp://HOST:PORT``.
         chunk_size: tokens of a chunk; the same in all engines that share a cache.
-        load: ``sync`` (in the step), ``async`` (between steps), or ``auto``: sync for one worker with one KV group.
+        load: ``sync`` (in the step), ``async`` (between steps), or ``auto``: sync for one worker where the engine can
+            take back what it did on a load that failed.
         unit: ``blocks``, ``tokens`` or ``auto`` (blocks); see `protocol_v2.connectors.paged`.
         model: name of the model in the key space, where engines load it from paths of their own.
         model_revision: commit or digest of the weights, where the engine does not know it.

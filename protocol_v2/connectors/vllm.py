@@ -12,8 +12,9 @@ of it comes back as the worker metadata of the step's output.
 
 * Keys come from the `Request` (`keying.engines`), remembered from admission on: `NewRequestData` has no salt.
 * A preempted request asks again with all its tokens; a streaming session appends media and drops its last token.
-* A load that failed is reported by blocks, or for several KV groups by request, so that the engine recomputes
-  (`kv_load_failure_policy` is set to ``recompute``: a cache that is gone must not fail requests).
+* A load that failed is reported by blocks, or for several KV groups and sliding windows by request, so that the engine
+  recomputes (`kv_load_failure_policy` is set to ``recompute``: a cache that is gone must not fail requests). An engine
+  that schedules ahead takes tokens of steps that were computed on a load that had failed, unless it is between steps.
 * The blocks of a step are asked of the scheduler where it says them: blocks that slid out of a window were given to
   other requests, and a table put together from what was appended does not know.
 * Everything is a no-op where the cache cannot be used (a model that is not causal, KV that is no attention's).
@@ -115,7 +116,13 @@ class ExtraKeysConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         self.scheduler: SchedulerConnector | None = None
         self.worker: WorkerConnector | None = None
         try:
-            shape = engine_shape(vllm_config, kv_cache_config, release=vllm_release, device=_device())
+            shape = engine_shape(
+                vllm_config,
+                kv_cache_config,
+                release=vllm_release,
+                device=_device(),
+                hears_of_requests=hasattr(vllm_base, "KVConnectorTransferResults"),
+            )
             if role == KVConnectorRole.SCHEDULER:
                 self.scheduler = self._scheduler(vllm_config, kv_cache_config, shape)
             else:
@@ -226,6 +233,12 @@ class ExtraKeysConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             return None, None
         return None, self.worker.take_finished()[0] or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See `KVConnectorBase_V1`; older versions have no such hook."""
+        del finished_req_ids
+        finished, failed = (set[str](), set[str]()) if self.worker is None else self.worker.take_finished()
+        return vllm_base.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `KVConnectorBase_V1`."""
         return set() if self.worker is None else self.worker.take_failed_blocks()
@@ -262,17 +275,6 @@ class ExtraKeysHybridConnector(ExtraKeysConnector, SupportsHMA):  # type: ignore
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `SupportsHMA`."""
         return self.request_finished(request, block_ids[0])
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """See `KVConnectorBase_V1`."""
-        del finished_req_ids
-        finished, failed = (set[str](), set[str]()) if self.worker is None else self.worker.take_finished()
-        return vllm_base.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """None: numbers of blocks are not unique over groups, so failures are told by request."""
-        super().get_block_ids_with_load_errors()
-        return set()
 
 
 def _device() -> str:

@@ -39,6 +39,9 @@ class EngineShape:
         unit: how chunks are cut out of blocks.
         asynchronous: loads happen between steps.
         keeps_blocks: requests keep all their blocks.
+        fails_by_request: a failed load is told by its request: numbers of blocks do not say it where there are several
+            KV groups, nor where blocks that slid out of a window all have one number.
+        drafts: tokens are proposed, computed and then taken or dropped.
         saves: this engine stores.
         loads: this engine loads.
         release: of vLLM.
@@ -52,13 +55,17 @@ class EngineShape:
     unit: Unit
     asynchronous: bool
     keeps_blocks: bool
+    fails_by_request: bool
+    drafts: bool
     saves: bool
     loads: bool
     release: str
     device: str
 
 
-def engine_shape(vllm_config: Any, kv_cache_config: Any, *, release: str, device: str) -> EngineShape:
+def engine_shape(
+    vllm_config: Any, kv_cache_config: Any, *, release: str, device: str, hears_of_requests: bool
+) -> EngineShape:
     """Read it.
 
     Args:
@@ -66,6 +73,7 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, *, release: str, device
         kv_cache_config: ``KVCacheConfig``.
         release: of vLLM.
         device: kind of the platform's device.
+        hears_of_requests: this vLLM can be told of a failed load by its request.
 
     Raises:
         UnusableError: KV of this engine cannot be stored by tokens.
@@ -86,13 +94,18 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, *, release: str, device
     if not kinds or not set(kinds) <= STORABLE:
         raise UnusableError(f"KV of kind {', '.join(sorted(set(kinds) - STORABLE)) or 'none'} is not kept by tokens")
     block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+    keeps_blocks = set(kinds) <= KEEPS_BLOCKS
+    fails_by_request = len(block_sizes) > 1 or not keeps_blocks
+    if fails_by_request and not hears_of_requests:
+        raise UnusableError("this vLLM cannot be told of a failed load of KV that slides out of a window")
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    asynchronous = settings.load == "async" or (settings.load == "auto" and (world > 1 or len(block_sizes) > 1))
+    between = _only_between_steps(vllm_config, fails_by_request=fails_by_request)
+    asynchronous = settings.load == "async" or (settings.load == "auto" and (world > 1 or between is not None))
     unit = unit_for(settings.unit)
     if unit is Unit.TOKENS and device == "cpu":
         raise LayoutError("unit: CPU attention packs tokens of a block together; use the unit blocks")
-    if len(block_sizes) > 1 and not asynchronous:
-        raise LayoutError("load: with several KV groups the engine hears of failed loads only if they are async")
+    if between is not None and not asynchronous:
+        raise LayoutError(f"load: got sync, but {between}; use auto or async")
     return EngineShape(
         settings=settings,
         world=world,
@@ -100,12 +113,27 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, *, release: str, device
         block_sizes=block_sizes,
         unit=unit,
         asynchronous=asynchronous,
-        keeps_blocks=set(kinds) <= KEEPS_BLOCKS,
+        keeps_blocks=keeps_blocks,
+        fails_by_request=fails_by_request,
+        drafts=getattr(vllm_config, "speculative_config", None) is not None,
         saves=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         release=release,
         device=device,
     )
+
+
+def _only_between_steps(vllm_config: Any, *, fails_by_request: bool) -> str | None:
+    """Why a failed load would leave wrong KV or wrong tokens if it was one of a step; None where it would not."""
+    if fails_by_request:
+        return "with several KV groups or a sliding window the engine hears of failed loads only if they are async"
+    if getattr(vllm_config.scheduler_config, "async_scheduling", True) is not False:
+        return "asynchronous scheduling takes the tokens of a step that was scheduled on a load before it failed"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages take the tokens of a step that was scheduled on a load before it failed"
+    if getattr(vllm_config.cache_config, "enable_prefix_caching", True) is not False:
+        return "the engine's prefix cache gives blocks to other requests before a load of the step has filled them"
+    return None
 
 
 def engine_space(vllm_config: Any, kv_cache_config: Any, shape: EngineShape) -> KeySpace:

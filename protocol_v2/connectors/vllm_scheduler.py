@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from keying import LoraAdapter, pack_tokens
-from keying.engines import EngineInputs, from_vllm, vllm_extra_keys, vllm_tokens
+from keying import LoraAdapter, UncacheableRequest, pack_tokens
+from keying.engines import EngineInputs, UncacheableReason, from_vllm, vllm_extra_keys, vllm_tokens
 from protocol_v2.connectors.chunk_news import ChunkNews
 from protocol_v2.connectors.loaded_adapters import LoadedAdapters
 from protocol_v2.connectors.lora_revision import AdapterRevisions
@@ -18,7 +18,7 @@ from protocol_v2.errors import ProtocolError
 from protocol_v2.event_feed import EventPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from keying import KeySpace
     from keying.engines import AdapterSource
@@ -57,7 +57,9 @@ class _Seen:
     lora: tuple[AdapterSource, LoraAdapter] | None
     table: tuple[list[int], ...] = ()
     local: int = 0
-    """Tokens that the engine had when it asked last."""
+    """Tokens that the engine had when it asked last, in whole blocks."""
+    external: int = 0
+    """Tokens that were to be loaded behind them."""
     running: bool = False
     loading: bool = False
 
@@ -121,15 +123,44 @@ class SchedulerConnector:
 
     def _revision(self, seen: _Seen, source: AdapterSource) -> str | None:
         lora = source.handle
-        revision, replaced = self.adapters.use(source, lora.lora_int_id, reloads=bool(lora.load_inplace))
+        revision, replaced = self.adapters.use(
+            source, lora.lora_int_id, reloads=bool(getattr(lora, "load_inplace", False))
+        )
         if replaced:
             for request_id, other in self._seen.items():
                 theirs = other.request.lora_request
                 if other is not seen and theirs is not None and theirs.lora_int_id == lora.lora_int_id:
                     self.side.bypass(request_id, "adapter_changed")
         if revision is not None:
-            seen.lora = (source, LoraAdapter(source.name, revision))
+            adapter = LoraAdapter(source.name, revision)
+            if seen.lora is not None and seen.lora[1] != adapter:
+                raise UncacheableRequest(
+                    UncacheableReason.ADAPTER_CHANGED, "the adapter's files changed in the middle of a session"
+                )
+            seen.lora = (source, adapter)
         return revision
+
+    def _settle_reloads(self, scheduled: Collection[str]) -> None:
+        """Requests that make the engine load their adapter anew, and begin in this step.
+
+        vLLM takes one of the requests of a step for each adapter, and not that one's word if another's does not ask for
+        a reload; then what it computes with is not known.
+        """
+        together: dict[int, list[_Seen]] = {}
+        for request_id in scheduled:
+            seen = self._seen.get(request_id)
+            lora = None if seen is None else seen.request.lora_request
+            if seen is not None and lora is not None:
+                together.setdefault(lora.lora_int_id, []).append(seen)
+        for slot, users in together.items():
+            for seen in users:
+                if seen.running or seen.lora is None or not self.adapters.waits(slot, seen.lora[1].revision):
+                    continue
+                alone = all(getattr(one.request.lora_request, "load_inplace", False) for one in users)
+                if alone and self.adapters.is_current(seen.lora[0], seen.lora[1].revision):
+                    self.adapters.loaded(slot)
+                else:
+                    self.side.bypass(seen.request.request_id, UncacheableReason.ADAPTER_CHANGED)
 
     def _follow(self, seen: _Seen, kept: int) -> RequestTracker | None:
         """Tell the tracker what is new in the request.
@@ -144,6 +175,11 @@ class SchedulerConnector:
         def tell(tracker: RequestTracker) -> None:
             if goes_on:
                 tracker.truncate(min(kept, tracker.n_tokens))
+                if self.shape.drafts:
+                    # a turn that ended inside accepted drafts counts the rest of them as computed: the first new tokens
+                    # are then taken to have KV, and it is that of drafts
+                    tracker.compute(kept, own=False)
+                    self.side.counters.distrusted += 1
                 for extra_key in vllm_extra_keys(request, adapter_revision=lambda source: self._revision(seen, source)):
                     tracker.add(extra_key)
             if len(request.all_token_ids) > tracker.n_tokens:
@@ -165,7 +201,7 @@ class SchedulerConnector:
         if seen.running:
             self.side.preempt(request.request_id)
         seen.running = seen.loading = False
-        seen.local = num_computed_tokens
+        seen.local, seen.external = num_computed_tokens, 0
         aligned = all(num_computed_tokens % size == 0 for size in self.shape.block_sizes)
         if self._follow(seen, request.num_computed_tokens) is None or not self.shape.loads or not aligned:
             return 0, False
@@ -186,7 +222,7 @@ class SchedulerConnector:
             plan = None
         if not num_external_tokens:
             return
-        seen.loading = True
+        seen.loading, seen.external = True, num_external_tokens
         self._loads.append(self._load_task(seen, plan, blocks.get_block_ids(), num_external_tokens))
 
     def _load_task(self, seen: _Seen, plan: LoadPlan | None, table: Sequence[Sequence[int]], n_tokens: int) -> LoadTask:
@@ -219,6 +255,7 @@ class SchedulerConnector:
         loads, self._loads = self._loads, []
         (meta.async_loads if self.shape.asynchronous else meta.loads).extend(loads)
         starts = self._take_blocks(scheduler_output)
+        self._settle_reloads(starts)
         tables = getattr(scheduler_output, "kv_connector_block_state", None)
         for request_id, n_tokens in scheduler_output.num_scheduled_tokens.items():
             seen = self._seen.get(request_id)
@@ -228,7 +265,7 @@ class SchedulerConnector:
             tracker = self._follow(seen, start)
             if tracker is None:
                 continue
-            tracker.compute(start + n_tokens, own=seen.running or not self._rests_on_stale(seen))
+            tracker.compute(start + n_tokens, own=seen.running or not self._rests_on_stale(seen, start))
             seen.running = True
             table = None if tables is None else tables.get_block_ids(request_id)
             if table is None:
@@ -257,9 +294,14 @@ class SchedulerConnector:
                     blocks.extend(more)
         return starts
 
-    def _rests_on_stale(self, seen: _Seen) -> bool:
-        """Whether the engine took KV from its own cache that may be of an adapter's former weights."""
-        if not seen.local or seen.lora is None:
+    def _rests_on_stale(self, seen: _Seen, start: int) -> bool:
+        """Whether the engine took KV from its own cache that may be of an adapter's former weights.
+
+        Args:
+            seen: a request that begins.
+            start: tokens that it has: its own, perhaps with a part of a block, and what was loaded.
+        """
+        if seen.lora is None or max(seen.local, start - seen.external) <= 0:
             return False
         source, _ = seen.lora
         stale = self.adapters.is_stale(source.name, source.path)

@@ -80,7 +80,7 @@ class WorkerConnector:
         worker.begin_loads(tasks.async_loads)
         for task, whole in worker.end_loads():
             self._finished.add(task.request_id)
-            if not whole:
+            if not whole and self.shape.fails_by_request:
                 self._failed.add(task.request_id)
 
     def _make(self, space: KeySpace) -> WorkerSide:
@@ -112,14 +112,15 @@ class WorkerConnector:
             self._worker.flush(self.shape.settings.store_timeout)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose load between steps is over, and those of them whose load failed."""
+        """Requests whose load between steps is over, and those of them whose failure is told by request."""
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return finished, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that should have been loaded and were not."""
-        return set() if self._worker is None else self._worker.take_failed_blocks()
+        """Blocks that should have been loaded and were not, unless that is told by request."""
+        blocks = set[int]() if self._worker is None else self._worker.take_failed_blocks()
+        return set() if self.shape.fails_by_request else blocks
 
     def take_report(self) -> WorkerReport | None:
         """What became of loads and saves; None where nothing did."""

@@ -6,6 +6,7 @@ from tests.e2e.environment import PYTHON, SGLANG, engine_environment
 from tests.json_process import JsonProcess, JsonProcessError
 
 SCRIPT = Path(__file__).parent / "engine" / "engine_host.py"
+SCHEDULER_SCRIPT = SCRIPT.with_name("scheduler_host.py")
 SGLANG_SCRIPT = SCRIPT.with_name("sglang_host.py")
 
 SECONDS = 600.0
@@ -28,6 +29,19 @@ class Host(JsonProcess):
 
     def __init__(self, log: Path, *more: Path) -> None:
         super().__init__(PYTHON, SCRIPT, log, engine_environment(*more), seconds=SECONDS, asks_where=True)
+
+
+class SchedulerHost(JsonProcess):
+    """A process with vLLM's own schedulers in it.
+
+    Args:
+        log: file that takes what it prints.
+    """
+
+    error = HostError
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(PYTHON, SCHEDULER_SCRIPT, log, engine_environment(), seconds=SECONDS)
 
 
 class SglangHost(JsonProcess):

@@ -98,7 +98,7 @@ def test_an_engine_without_a_server_is_a_plain_engine(engines: Engines, folder: 
 def test_preemption_under_a_tiny_budget(engines: Engines, server: Server, load: str) -> None:
     """Twelve requests in 24 blocks: some are preempted and resumed, from the cache where that helps.
 
-    Twice, so that the second round loads; with the engine's own prefix cache, whose hits the cache goes on from.
+    Twice, so that the second round loads; between steps with the engine's own prefix cache, whose hits it goes on from.
     """
     head = words(96, f"pressure {load}")
     requests: list[Request] = [
@@ -110,7 +110,7 @@ def test_preemption_under_a_tiny_budget(engines: Engines, server: Server, load: 
         "num_gpu_blocks_override": 24,
         "max_num_seqs": 8,
         "max_model_len": 512,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": load == "async",
         "disable_log_stats": False,
     }
     engines.open("first", "llama", load=load, options=options)

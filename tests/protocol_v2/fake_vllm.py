@@ -117,14 +117,24 @@ def installed(version: str) -> Iterator[Any]:
                 sys.modules[name] = module
 
 
-def configs(version: str, settings: dict[str, Any], *, rank: int = 0, world: int = 1, groups: int = 1) -> Any:
-    """``VllmConfig`` and ``KVCacheConfig`` of one process."""
+def configs(
+    version: str,
+    settings: dict[str, Any],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    groups: int = 1,
+    kind: str = "FullAttentionSpec",
+) -> Any:
+    """``VllmConfig`` and ``KVCacheConfig`` of one process; this engine has no prefix cache and schedules one step."""
     config = vllm_config(**{"parallel_config.tensor_parallel_size": world})
     config.parallel_config.rank = rank
+    config.scheduler_config = SimpleNamespace(async_scheduling=False)
+    config.cache_config.enable_prefix_caching = False
     config.kv_transfer_config = SimpleNamespace(
         kv_connector_extra_config=settings, kv_load_failure_policy="fail", is_kv_producer=True, is_kv_consumer=True
     )
-    spec = type("FullAttentionSpec", (), {"block_size": BLOCK})
+    spec = type(kind, (), {"block_size": BLOCK})
     cache = SimpleNamespace(
         num_blocks=N_BLOCKS,
         kv_cache_groups=[
@@ -162,6 +172,7 @@ class FakeEngine:
         budget: tokens of a step.
         connector: name of the class.
         groups: KV groups.
+        kind: of their KV, which has no effect on what this engine computes.
     """
 
     def __init__(
@@ -174,17 +185,18 @@ class FakeEngine:
         budget: int = 16,
         connector: str = "ExtraKeysConnector",
         groups: int = 1,
+        kind: str = "FullAttentionSpec",
     ) -> None:
         self.version, self.world, self.groups, self.budget = version, world, groups, budget
         make = getattr(module, connector)
-        config, cache = configs(version, settings, world=world, groups=groups)
+        config, cache = configs(version, settings, world=world, groups=groups, kind=kind)
         self.scheduler = make(config, Role.SCHEDULER, cache)
         self.policy = config.kv_transfer_config.kv_load_failure_policy
         self.workers = []
         shape = (N_BLOCKS, 1, BLOCK, 2) if version.startswith("0.32") else (2, N_BLOCKS, 1, BLOCK, 1)
         self.kv = []
         for rank in range(world):
-            config, cache = configs(version, settings, rank=rank, world=world, groups=groups)
+            config, cache = configs(version, settings, rank=rank, world=world, groups=groups, kind=kind)
             worker = make(config, Role.WORKER, cache)
             layers = {
                 name: torch.zeros(shape, dtype=torch.int64) for g in cache.kv_cache_groups for name in g.layer_names

@@ -95,12 +95,17 @@ def test_a_slot_keeps_the_revision_of_its_first_use() -> None:
 
 
 def test_a_reload_is_a_new_revision_and_says_so() -> None:
-    """Who runs with the slot is to be given up; a doubtful slot is right again."""
+    """Who runs with the slot is to be given up; the slot is in doubt until the engine has loaded it, and right then."""
     files = Files(p="1")
     adapters = LoadedAdapters(files)
     adapters.use(source(), 1, reloads=False)
     files.revisions["p"] = "2"
     assert ("2", True) == adapters.use(source(), 1, reloads=True)
+    with pytest.raises(UncacheableRequest):
+        adapters.use(source(), 1, reloads=False)
+    assert [False, True] == [adapters.waits(1, revision) for revision in "12"]
+    adapters.loaded(1)
+    assert not adapters.waits(1, "2")
     assert ("2", False) == adapters.use(source(), 1, reloads=False)
     files.revisions["p"] = "3"
     with pytest.raises(UncacheableRequest):

@@ -280,6 +280,19 @@ def test_a_server_that_refuses_the_identity_ends_the_request_for_the_cache() -> 
     side.close()
 
 
+@pytest.mark.parametrize("answer", [LookupResult(hit_chunks=1), LookupResult(hit_chunks=3, lease=bytes(16))])
+def test_a_hit_that_cannot_be_one_ends_the_request_for_the_cache(answer: LookupResult) -> None:
+    """Chunks without a lease, and more than were asked for: a server of another mind costs hits and no engine."""
+    side = scheduler(lambda: answer)
+    assert 0 == side.lookup("r", 0)
+    assert {REFUSED: 1} == dict(side.counters.bypassed)
+    assert side.take_save("r") is None
+    side.close()
+    right = scheduler(lambda: LookupResult(hit_chunks=2, lease=bytes(16), lease_seconds=9.0))
+    assert 16 == right.lookup("r", 0)
+    right.close()
+
+
 def test_a_request_without_keys_is_bypassed_and_counted_once() -> None:
     """By its reason; the engine may do with it what it wants."""
     side = SchedulerSide(ScriptedClient(LookupResult), SPACES[8])

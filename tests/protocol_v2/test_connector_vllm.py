@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from protocol_v2.chunk_events import ChunkStored
 from protocol_v2.client import CacheClient
 from protocol_v2.connectors.paged import LayoutError
 from protocol_v2.connectors.settings import SettingsError
+from protocol_v2.connectors.vllm_engine import engine_shape
 from protocol_v2.event_feed import EventSubscriber
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
@@ -239,9 +241,13 @@ def test_an_abort_in_every_state_leaves_nothing(make: Make, server: CacheServer,
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32-v2"])
-def test_two_kv_groups_load_between_steps_and_report_by_request(make: Make, version: str) -> None:
-    """The hybrid connector: a failed load is told by the request's id, and the engine computes all of it."""
-    shape: dict[str, Any] = {"connector": "ExtraKeysHybridConnector", "groups": 2}
+@pytest.mark.parametrize(
+    "shape", [{"connector": "ExtraKeysHybridConnector", "groups": 2}, {"kind": "SlidingWindowSpec"}]
+)
+def test_where_blocks_do_not_name_a_request_its_failed_load_is_told_by_id(
+    make: Make, version: str, shape: dict[str, Any]
+) -> None:
+    """Several KV groups, and one whose blocks slide: loads are between steps, and the engine computes all of it."""
     first = make(version, **shape)
     first.add("r", TEXT)
     first.run()
@@ -256,12 +262,51 @@ def test_two_kv_groups_load_between_steps_and_report_by_request(make: Make, vers
     assert all(engine.right["r"] for engine in (first, second, third))
 
 
-def test_the_hybrid_connector_needs_an_engine_that_hears_of_failed_requests(make: Make) -> None:
-    """Older versions cannot be told of a failed load with several groups, so it does not start there."""
+def test_failures_by_request_need_an_engine_that_hears_of_them(make: Make) -> None:
+    """Older versions cannot be told: the hybrid connector does not start there, the plain one does nothing."""
     with pytest.raises(LayoutError, match="cannot be told"):
         make("0.20", connector="ExtraKeysHybridConnector", groups=2)
-    with pytest.raises(LayoutError, match="only if they are async"):
-        make("0.32", connector="ExtraKeysHybridConnector", groups=2, settings={"load": "sync"})
+    engine = make("0.20", kind="SlidingWindowSpec")
+    assert engine.scheduler.scheduler is None
+    engine.add("r", TEXT)
+    engine.run()
+    assert ([0], True) == (engine.hits["r"], engine.right["r"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, None),
+        ("async_scheduling", "asynchronous scheduling"),
+        ("pipeline", "pipeline stages"),
+        ("prefix_caching", "prefix cache"),
+        ("unknown", "asynchronous scheduling"),
+        ("window", "sliding window"),
+        ("groups", "several KV groups"),
+    ],
+)
+def test_loads_are_of_a_step_only_where_a_failed_one_can_be_taken_back(change: str | None, why: str | None) -> None:
+    """Where others see its blocks before they are filled, or steps are scheduled ahead, a load is between steps."""
+    for load in ("auto", "sync", "async"):
+        settings = {"address": "ipc:///nowhere", "load": load}
+        config, cache = configs(
+            "0.32",
+            settings,
+            groups=2 if change == "groups" else 1,
+            kind="SlidingWindowSpec" if change == "window" else "FullAttentionSpec",
+        )
+        config.scheduler_config.async_scheduling = change == "async_scheduling"
+        config.cache_config.enable_prefix_caching = change == "prefix_caching"
+        if change == "unknown":
+            del config.scheduler_config.async_scheduling
+        if change == "pipeline":
+            config.parallel_config.pipeline_parallel_size = 2
+        if load == "sync" and why is not None:
+            with pytest.raises(LayoutError, match=why):
+                engine_shape(config, cache, release="0.32", device="cpu", hears_of_requests=True)
+        else:
+            shape = engine_shape(config, cache, release="0.32", device="cpu", hears_of_requests=True)
+            assert shape.asynchronous == (load == "async" or (load == "auto" and why is not None))
 
 
 def test_one_file_imports_vllm() -> None:
@@ -398,7 +443,10 @@ def test_an_adapter_replaced_under_a_running_engine_is_not_keyed(make: Make, tmp
 
 
 def test_a_reload_in_place_gives_up_what_runs_with_the_old_weights(make: Make, tmp_path: Path) -> None:
-    """The engine changes an adapter under requests that compute with it: their keys no longer say what their KV is."""
+    """The engine changes an adapter under requests that compute with it: their keys no longer say what their KV is.
+
+    Nor is the first to reload believed while one of them is in its step: vLLM asks one of them whether to reload.
+    """
     path = write_adapter(tmp_path / "v", 1)
     engine = make()
     running = engine.add("running", TEXT[:20], lora_request=lora("v", 1, path), weights=1, max_tokens=20)
@@ -408,12 +456,103 @@ def test_a_reload_in_place_gives_up_what_runs_with_the_old_weights(make: Make, t
     engine.add("reloads", TEXT, lora_request=lora("v", 1, path, reload=True), weights=2)
     running.weights = 2
     engine.run()
-    assert {"adapter_changed": 1} == dict(side(engine).counters.bypassed)
+    assert {"adapter_changed": 2} == dict(side(engine).counters.bypassed)
+    engine.add("alone", TEXT, lora_request=lora("v", 1, path, reload=True), weights=2)
+    engine.run()
+    engine.add("after", TEXT, lora_request=lora("v", 1, path), weights=2)
+    engine.run()
+    assert {"adapter_changed": 2} == dict(side(engine).counters.bypassed)
     other = make()
     other.add("new", TEXT, lora_request=lora("v", 7, path), weights=2)
     other.run()
-    assert [48] == other.hits["new"]
+    assert ([0], [48], [48]) == (engine.hits["alone"], engine.hits["after"], other.hits["new"])
     assert other.right["new"]
+    assert engine.right["after"]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_reload_counts_when_the_engine_comes_to_it(make: Make, tmp_path: Path, aborted: bool) -> None:
+    """Requests that come while it waits, or after it was aborted, may still be computed with the old weights."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make()
+    engine.add("old", TEXT, lora_request=lora("v", 1, path), weights=1)
+    engine.run()
+    write_adapter(tmp_path / "v", 2)
+    reloads = engine.add("reloads", TEXT, lora_request=lora("v", 1, path, reload=True), weights=2)
+    reloads.state = "loading"  # it waits for something, and others pass it
+    engine.add("passes", TEXT, lora_request=lora("v", 1, path), weights=1)
+    for _ in range(8):
+        engine.step()
+    assert "passes" in engine.right
+    assert {"adapter_changed": 1} == dict(side(engine).counters.bypassed)
+    reloads.state = "waiting"
+    if aborted:
+        engine.finish("reloads")
+    engine.run()
+    engine.add("after", TEXT, lora_request=lora("v", 1, path), weights=1 if aborted else 2)
+    engine.run()
+    assert {"adapter_changed": 1 + aborted} == dict(side(engine).counters.bypassed)
+    assert [0 if aborted else 48] == engine.hits["after"]
+    assert engine.right["after"]
+    other = make()
+    other.add("new", TEXT, lora_request=lora("v", 7, path), weights=2)
+    other.run()
+    assert other.right["new"]
+
+
+def test_a_session_whose_adapter_changed_between_turns_is_given_up(make: Make, tmp_path: Path) -> None:
+    """Also where no key was handed out yet, so that another adapter would still go into its first chunk."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make()
+    seq = engine.add("s", TEXT[:3], lora_request=lora("v", 1, path, reload=True), weights=1, stays=True)
+    while seq.state != "idle":
+        engine.step()
+    write_adapter(tmp_path / "v", 2)
+    engine.stream(seq, TEXT)
+    seq.stays = False
+    engine.run()
+    assert {"adapter_changed": 1} == dict(side(engine).counters.bypassed)
+    assert 0 == side(engine).counters.saved_chunks
+
+
+def test_a_part_of_a_block_of_former_weights_is_not_trusted_either(make: Make, tmp_path: Path) -> None:
+    """An engine's own hit may end inside a block, and is told to the connector without that part."""
+    path = write_adapter(tmp_path / "v", 1)
+    engine = make()
+    for weights in (1, 2):
+        write_adapter(tmp_path / "v", weights)
+        engine.add(f"{weights}", TEXT, lora_request=lora("v", weights, path), weights=weights)
+        engine.run()
+    connector = engine.scheduler.scheduler
+    request = engine.add("r", TEXT[::-1], lora_request=lora("v", 2, path), weights=2).request
+    assert (0, False) == connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, None, 0)
+    seen = connector._seen["r"]
+    assert [False, True] == [connector._rests_on_stale(seen, start) for start in (0, 3)]
+    seen.external = 8
+    assert [False, True] == [connector._rests_on_stale(seen, start) for start in (8, 11)]
+
+
+def test_a_session_beside_drafts_saves_its_first_turn_only(make: Make) -> None:
+    """A turn that ends inside accepted drafts leaves KV of drafts under the tokens of the next one."""
+    hits = []
+    for drafts in (None, object()):
+        engine = make()
+        connector = engine.scheduler.scheduler
+        connector.shape = replace(connector.shape, drafts=drafts is not None)
+        salt = f"{drafts is not None}"
+        seq = engine.add("s", TEXT[:18], max_tokens=3, stays=True, cache_salt=salt)
+        while seq.state != "idle":
+            engine.step()
+        engine.stream(seq, TEXT[:16])
+        seq.stays = False
+        engine.run()
+        assert int(drafts is not None) == side(engine).counters.distrusted
+        other = make()
+        other.add("t", list(seq.request.all_token_ids), cache_salt=salt)
+        other.run()
+        hits.append(other.hits["t"][0])
+    assert [32, 16] == hits
 
 
 def test_files_that_change_while_a_request_runs_end_its_saves(make: Make, tmp_path: Path) -> None:
