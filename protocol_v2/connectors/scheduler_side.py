@@ -313,6 +313,17 @@ class SchedulerSide:
 
     # ---- ends
 
+    def forget(self, reason: str, timeout: float = CALL_TIMEOUT) -> None:
+        """All requests go on without the cache, and give back what they have of it.
+
+        Args:
+            reason: a word for counters.
+            timeout: seconds to wait until that is done.
+        """
+        for request_id in self._trackers:
+            self.bypass(request_id, reason)
+        self._calls.flush(timeout)
+
     def close(self, timeout: float = 2.0) -> None:
         """End all requests, and give the rest of the calls `timeout` seconds. Idempotent."""
         for request_id in list(self._trackers):
@@ -350,11 +361,18 @@ class CallThread:
 
     def __init__(self, client: SchedulerClient) -> None:
         self._client = client
-        self._queue: queue.Queue[Call | None] = queue.Queue(MAX_CALLS)
+        self._queue: queue.Queue[Call | threading.Event | None] = queue.Queue(MAX_CALLS)
         self._thread: threading.Thread | None = None
 
-    def put(self, call: Call) -> bool:
-        """Queue a call; False where there is no room."""
+    def flush(self, timeout: float) -> bool:
+        """Wait until what is queued is carried out, at most `timeout` seconds; whether it is."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        return self.put(done) and done.wait(timeout)
+
+    def put(self, call: Call | threading.Event) -> bool:
+        """Queue a call, or an event to be set in its turn; False where there is no room."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="extra-keys-releases", daemon=True)
             self._thread.start()
@@ -382,5 +400,7 @@ class CallThread:
                         self._client.release(call.lease, first=call.first, count=call.count, timeout=CALL_TIMEOUT)
                     case EndSession():
                         self._client.end_session(call.session, timeout=CALL_TIMEOUT)
+                    case threading.Event():
+                        call.set()
             except ProtocolError as error:  # the server's clock ends it
                 log.debug("a release or an end was refused: %s", error)

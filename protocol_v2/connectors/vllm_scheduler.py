@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from keying import LoraAdapter, UncacheableRequest, pack_tokens
 from keying.engines import EngineInputs, UncacheableReason, from_vllm, vllm_extra_keys, vllm_tokens
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from protocol_v2.connectors.worker_side import WorkerReport
 
 log = logging.getLogger(__name__)
+
+CLEAR_SECONDS: Final = 1.0
+"""Until a clear that failed is tried again."""
 
 
 @dataclass(slots=True)
@@ -92,6 +96,11 @@ class SchedulerConnector:
         self._seen: dict[str, _Seen] = {}
         self._loads: list[LoadTask] = []
         self._n_saves = 0
+        self._open_saves: dict[int, int] = {}  # name -> workers that have not told of it
+        self._former_saves: set[int] = set()  # handed out before the last reset
+        self._to_clear = False
+        self._next_clear = 0.0
+        self._own_is_former = False
         self._space_told = False
         self._told: dict[str, int] = {}
         self.news = self._news(shape.settings)
@@ -205,7 +214,7 @@ class SchedulerConnector:
         aligned = all(num_computed_tokens % size == 0 for size in self.shape.block_sizes)
         if self._follow(seen, request.num_computed_tokens) is None or not self.shape.loads or not aligned:
             return 0, False
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or self._to_clear:
             return 0, False
         n_tokens = self.side.lookup(request.request_id, num_computed_tokens)
         return n_tokens, bool(n_tokens) and self.shape.asynchronous
@@ -250,6 +259,8 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: Any) -> StepTasks:
         """What the workers do in this step."""
+        if self._to_clear and not self._former_saves and self._next_clear <= time.monotonic():
+            self._clear()
         meta = StepTasks(None if self._space_told else self.space)
         self._space_told = True
         loads, self._loads = self._loads, []
@@ -295,16 +306,18 @@ class SchedulerConnector:
         return starts
 
     def _rests_on_stale(self, seen: _Seen, start: int) -> bool:
-        """Whether the engine took KV from its own cache that may be of an adapter's former weights.
+        """Whether the engine took KV from its own cache that may be of the model's or an adapter's former weights.
 
         Args:
             seen: a request that begins.
             start: tokens that it has: its own, perhaps with a part of a block, and what was loaded.
         """
-        if seen.lora is None or max(seen.local, start - seen.external) <= 0:
+        if max(seen.local, start - seen.external) <= 0:
             return False
-        source, _ = seen.lora
-        stale = self.adapters.is_stale(source.name, source.path)
+        stale = self._own_is_former
+        if seen.lora is not None:
+            source, _ = seen.lora
+            stale = stale or self.adapters.is_stale(source.name, source.path)
         self.side.counters.distrusted += stale
         return stale
 
@@ -317,6 +330,7 @@ class SchedulerConnector:
             self.side.bypass(request_id, "adapter_changed")
             return
         self._n_saves += 1
+        self._open_saves[self._n_saves] = self.shape.world
         size = self.shape.settings.chunk_size
         if self.news is not None:
             tokens = pack_tokens(vllm_tokens(seen.request, plan.first * size)[: (plan.stop - plan.first) * size])
@@ -329,19 +343,40 @@ class SchedulerConnector:
             self.side.stop_loading(report.misfit)
         for name, (done, failed) in report.loads.items():
             self.side.part_loaded(name, parts=done, failed=failed > 0)
+        for save, (stored, lost) in report.saves.items():
+            left = self._open_saves.pop(save, 0) - stored - lost
+            if left > 0:
+                self._open_saves[save] = left
+            else:
+                self._former_saves.discard(save)
         if self.news is not None:
             self.news.saved(report.saves)
 
     # ---- the rest
 
     def reset_cache(self) -> bool:
-        """Forget the space: weights have changed, or somebody wants an empty cache. Whether that worked."""
+        """Forget the space: weights have changed, or somebody wants an empty cache. Whether that worked.
+
+        Requests that stand go on without the cache. What workers still store is of the former weights: nothing is
+        loaded until that is over and the space was cleared once more. Where requests keep their KV, the engine's own
+        prefix cache was not emptied, and what rests on it is not saved until a reset at which none does.
+        """
+        self.side.forget("cache_reset")
+        self._own_is_former = any(seen.request.num_computed_tokens for seen in self._seen.values())
+        self._former_saves = set(self._open_saves)
+        self._to_clear = True
+        return self._clear()
+
+    def _clear(self) -> bool:
+        """Clear the space, and be done with it if nothing of before is still stored. Whether it was cleared."""
         try:
             cleared = self.client.clear("space")
         except ProtocolError as error:
-            log.warning("the cache was not cleared: %s", error)
+            log.warning("the cache was not cleared, and nothing is loaded until it is: %s", error)
+            self._next_clear = time.monotonic() + CLEAR_SECONDS
             return False
         log.info("cleared %d objects of the cache", cleared.objects)
+        self._to_clear = bool(self._former_saves)
         if self.news is not None:
             self.news.cleared()
         return True

@@ -344,9 +344,8 @@ class WorkerSide:
     def save(self, tasks: Iterable[SaveTask]) -> None:
         """Copy what is to be saved, and queue it."""
         for task in tasks:
-            if task.after_load in self._failed:
-                continue  # computed on KV that never came; the scheduler's side hands it out again
-            job = self._copied(task)
+            # what was computed on KV that never came is dropped; the scheduler's side hands it out again
+            job = None if task.after_load in self._failed else self._copied(task)
             if job is None or not self._saver.put(job):
                 self._report.add(WorkerReport(saves={task.name: (0, 1)}))
 

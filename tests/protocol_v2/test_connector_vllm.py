@@ -5,6 +5,7 @@ The engine is `fake_vllm.FakeEngine`; the real one is under test in ``tests/e2e`
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from protocol_v2.client import CacheClient
 from protocol_v2.connectors.paged import LayoutError
 from protocol_v2.connectors.settings import SettingsError
 from protocol_v2.connectors.vllm_engine import engine_shape
+from protocol_v2.errors import ServerUnavailableError
 from protocol_v2.event_feed import EventSubscriber
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
@@ -390,6 +392,74 @@ def test_a_reset_empties_the_space(make: Make) -> None:
     engine.add("again", TEXT)
     engine.run()
     assert [0] == engine.hits["again"]
+
+
+def test_what_was_computed_before_a_reset_is_not_hit_after_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is under way lands after the clear: nothing is loaded until it is over and cleared as well.
+
+    A request that stands keeps its KV, so it saves no more; nor does one that rests on the engine's own cache.
+    """
+    engine = make(settings={"wait_for_store": False})
+    may_store = threading.Event()
+    engine.add("first", TEXT[::-1])
+    engine.run()
+    worker = engine.workers[0].worker._worker
+    assert worker.flush(20)
+    store = worker._saver._client.store
+
+    def late(*given: Any, **others: Any) -> Any:
+        assert may_store.wait(20)
+        return store(*given, **others)
+
+    monkeypatch.setattr(worker._saver._client, "store", late)
+    engine.add("before", TEXT[:40])
+    engine.run()
+    stands = engine.add("stands", TEXT[10:40], max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.reset_cache() is True
+    saved = side(engine).counters.saved_chunks
+    may_store.set()
+    assert worker.flush(20)
+    engine.add("late", TEXT[:40])
+    engine.run()
+    assert [0] == engine.hits["late"]
+    assert len(stands.request.all_token_ids) == 70
+    assert {"cache_reset": 1} == dict(side(engine).counters.bypassed)
+    assert saved + 5 == side(engine).counters.saved_chunks  # those of the last one
+    assert [True, False] == [engine.scheduler.scheduler._own_is_former, engine.scheduler.scheduler._to_clear]
+    engine.add("after", TEXT[5:45])
+    engine.run()
+    assert worker.flush(20)
+    other = make()
+    for name, tokens, hit in (("first", TEXT[::-1], 0), ("stands", TEXT[10:40], 0), ("after", [*TEXT[5:45], 1], 40)):
+        other.add(name, tokens)
+        other.run()
+        assert [hit] == other.hits[name]
+
+
+def test_a_reset_that_failed_ends_loading_until_it_worked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server did not hear of it: what it has may be of former weights, so it is not asked until it is cleared."""
+    engine = make()
+    engine.add("before", TEXT)
+    engine.run()
+    connector = engine.scheduler.scheduler
+    clear = connector.client.clear
+
+    def gone(scope: str) -> Any:
+        raise ServerUnavailableError(f"no clear of the {scope}")
+
+    monkeypatch.setattr(connector.client, "clear", gone)
+    assert engine.scheduler.reset_cache() is False
+    engine.add("during", TEXT)
+    engine.run()
+    monkeypatch.setattr(connector.client, "clear", clear)
+    connector._next_clear = 0.0
+    engine.add("after", TEXT)
+    engine.run()
+    engine.add("again", TEXT)
+    engine.run()
+    assert [[0], [0], [48]] == [engine.hits[name] for name in ("during", "after", "again")]
 
 
 # ---- adapters
