@@ -5,6 +5,7 @@ Belongs to the loop.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 from protocol_v2.codes import ErrorCode
@@ -12,6 +13,7 @@ from protocol_v2.errors import RemoteProtocolError
 from protocol_v2.identity import check_places, resolve_keys
 from protocol_v2.messages import ClearReply, LookupReply, LookupRequest, PrefetchReply, StoreReply
 from protocol_v2.outcomes import Retrieved, StoreOutcome
+from protocol_v2.places.flow import CacheBusyError
 from protocol_v2.replies import Arrival
 from protocol_v2.storage import Shard
 from protocol_v2.stored_messages import leading_that_fit, objects_of_store, reply_of_objects, values_of
@@ -68,6 +70,8 @@ class ChunkRequests:
         self._sharing = sharing
         self._jobs = jobs
         self._replies = replies
+        #: retrieves that wait until fewer bytes are under way, in the order in which they came
+        self._waiting: deque[tuple[Peer, RequestReceived, RetrieveRequest]] = deque()
 
     def find(self, peer: Peer, request: RequestReceived, message: LookupRequest | PrefetchRequest, now: float) -> None:
         """Let a remote tier say what it has, for a bounded time, then answer; at once where there is none to ask."""
@@ -115,7 +119,9 @@ class ChunkRequests:
     def retrieve(self, peer: Peer, request: RequestReceived, message: RetrieveRequest, now: float) -> None:
         """Deliver leading chunks of a lease, as many as one message has room for.
 
-        A peer that leaves more answers unread than two messages have room for gets no more until it reads.
+        Where too many bytes are under way it waits its turn, for as long as its client does: the ranks of one engine
+        come all at once. A peer that leaves more answers unread than two messages have room for gets no more until it
+        reads.
         """
         most = self._limits.max_payload_bytes
         unread = self._replies.unread(peer)
@@ -124,6 +130,36 @@ class ChunkRequests:
                 ErrorCode.BUSY,
                 f"{unread} bytes of answers wait for this client, of at most {UNREAD_MESSAGES * most}; read them first",
             )
+        try:
+            self._read(peer, request, message, now)
+        except CacheBusyError:
+            self._waiting.append((peer, request, message))
+
+    @property
+    def waiting(self) -> int:
+        """Retrieves that wait for room."""
+        return len(self._waiting)
+
+    def resume(self, now: float) -> None:
+        """Go on with retrieves that waited, as far as there is room by now."""
+        while self._waiting:
+            peer, request, message = self._waiting[0]
+            try:
+                if peer.connection.awaits(request.request_id, message):
+                    self._read(peer, request, message, now)
+            except CacheBusyError:
+                return
+            except Exception as error:  # a handler that fails costs its own request
+                self._replies.fail(peer, request, error, now)
+            self._waiting.popleft()
+
+    def forget_abandoned(self) -> None:
+        """Let go of retrieves that nobody waits for any more."""
+        if self._waiting:
+            self._waiting = deque(one for one in self._waiting if one[0].connection.awaits(one[1].request_id, one[2]))
+
+    def _read(self, peer: Peer, request: RequestReceived, message: RetrieveRequest, now: float) -> None:
+        most = self._limits.max_payload_bytes
         task = self._cache.retrieve(
             message.lease,
             message.first,

@@ -169,6 +169,7 @@ class CacheService:
     def finish(self, job: Job, now: float) -> None:
         """Settle a job that was run."""
         self._jobs.settle(job, now)
+        self._chunks.resume(now)
 
     def take_outgoing(self) -> list[tuple[bytes, list[Frame]]]:
         """Messages to send, with the identity of the peer each goes to."""
@@ -198,6 +199,7 @@ class CacheService:
             self._handle(peer, peer.connection.expire(now), now)
         if self._front is not None:
             self._front.tick(now)
+        self._chunks.forget_abandoned()
         if now >= self._next_maintenance:
             self._next_maintenance = now + MAINTENANCE_SECONDS
             for task in self._cache.maintain(now):
@@ -364,6 +366,7 @@ class CacheService:
             "server.v1_accepted": self._front is not None,
             "server.spaces": len(self._spaces),
             "server.jobs": len(self._jobs),
+            "server.waiting": self._chunks.waiting,
             "server.unread_bytes": self.backlog.total(),
         }
         if self._news is not None:

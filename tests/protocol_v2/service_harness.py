@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keying import ChunkKey, KeySpace
-from protocol_v2.cache import ChunkCache
+from protocol_v2.cache import CacheLimits, ChunkCache
 from protocol_v2.client_connection import ClientConnection
 from protocol_v2.events import Established, Event, ReplyReceived, RequestFailed, SayHello, SendRequest
 from protocol_v2.foreign import ForeignFront
@@ -48,9 +48,10 @@ class Harness:
         front: ForeignFront | Callable[[ChunkCache], ForeignFront] | None = None,
         max_peers: int = 8,
         sharing: Sharing | None = None,
+        cache_limits: CacheLimits | None = None,
     ) -> None:
         self.now = 1000.0
-        cache = ChunkCache(memory, disk, remote, remote_executor=remote_executor)
+        cache = ChunkCache(memory, disk, remote, limits=cache_limits, remote_executor=remote_executor)
         cache.load()
         terms = ServerTerms(boot_id=boot, limits=limits or Limits(), expected_spaces=expected, software="test")
         made = front(cache) if callable(front) else front

@@ -18,6 +18,7 @@ from keying import (
     Tag,
     chunk_keys,
 )
+from protocol_v2.cache import CacheLimits
 from protocol_v2.codes import ErrorCode, MissReason, RefusalCode
 from protocol_v2.errors import ServerError
 from protocol_v2.events import Established, Refused, ReplyReceived, RequestFailed, SendRequest
@@ -353,6 +354,65 @@ def test_a_chunk_beyond_the_payload_limit_is_too_large(tmp_path: Path) -> None:
     assert ErrorCode.TOO_LARGE == code_of(narrow.retrieve(hit.lease, 1, first=1))
 
 
+def crowded(tmp_path: Path) -> tuple[Harness, list[Client], list[int]]:
+    """Three chunks on disk that only one reader at a time may read, and three clients that have asked for them."""
+    limits = CacheLimits(max_pending=1)
+    harness = Harness(memory=0, disk=DiskTier(tmp_path, budget=1 << 20), cache_limits=limits)
+    for place, value in enumerate(values("a", "b", "c")):
+        assert (1, 0, 0) == _counts(harness.client().store(keys(), [value], first=place))
+    clients = [harness.client() for _ in range(3)]
+    leases = [client.lookup(keys()).lease for client in clients]
+    harness.hold = True
+    asked = [
+        client.begin(RetrieveRequest(lease=lease, count=3), timeout=timeout)
+        for client, lease, timeout in zip(clients, leases, (60.0, 5.0, 60.0), strict=True)
+    ]
+    return harness, clients, asked
+
+
+def test_retrieves_of_many_ranks_wait_their_turn(tmp_path: Path) -> None:
+    """Readers that come all at once are served one after the other, not refused; memory stays within its bound."""
+    harness, clients, asked = crowded(tmp_path)
+    assert 1 == len(harness.held_jobs)
+    assert [None] * 3 == [client.outcome(one) for client, one in zip(clients, asked, strict=True)]
+    harness.release_jobs()
+    for client, one in zip(clients, asked, strict=True):
+        client.receive()
+        ended = client.outcome(one)
+        assert isinstance(ended, ReplyReceived)
+        assert values("a", "b", "c") == [bytes(frame) for frame in ended.payload]
+    assert 0 == harness.fact("cache.pending_bytes")
+    harness.service.close(harness.now)
+
+
+def test_a_retrieve_that_waited_too_long_is_not_read(tmp_path: Path) -> None:
+    """One whose client does not wait any more is let go of, and keeps nobody behind it from being served."""
+    harness, clients, asked = crowded(tmp_path)
+    assert 2 == harness.fact("server.waiting")
+    harness.pass_time(6)
+    assert (1, 1) == (harness.fact("service.dropped"), harness.fact("server.waiting"))
+    harness.release_jobs()
+    clients[2].receive()
+    assert isinstance(clients[2].outcome(asked[2]), ReplyReceived)
+    assert 6 == harness.fact("cache.retrieved.disk")
+    harness.service.close(harness.now)
+
+
+def test_retrieves_that_wait_end_with_their_session_and_with_the_server(tmp_path: Path) -> None:
+    """A hello drops what waits of the session before it; a stop answers the rest, and nothing is read for either."""
+    harness, clients, asked = crowded(tmp_path)
+    clients[1].connection.lose("test")
+    assert isinstance(clients[1].hello(), Established)
+    harness.service.begin_stop(harness.now)
+    clients[2].receive()
+    ended = clients[2].outcome(asked[2])
+    assert isinstance(ended, RequestFailed)
+    assert ErrorCode.SHUTTING_DOWN == code_of(ended.error)
+    harness.release_jobs()
+    assert (3, False) == (harness.fact("cache.retrieved.disk"), harness.service.busy)
+    harness.service.close(harness.now)
+
+
 def test_clear_forgets_what_is_not_leased() -> None:
     """Clear reports what went; leased chunks stay and are still served."""
     harness = Harness()
@@ -416,6 +476,29 @@ def test_work_on_disk_never_holds_up_a_ping(tmp_path: Path) -> None:
     client.receive()
     assert client.outcome(pending) is not None
     assert 3 == client.lookup(keys(), session="late").hit_chunks
+    harness.service.close(harness.now)
+
+
+def test_work_that_blocks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R: beyond the bound a request is told BUSY, and nothing stays reserved for it; later it is served."""
+    harness = Harness(disk=DiskTier(tmp_path, budget=1 << 20))
+    client = harness.client()
+    harness.release_jobs()
+    harness.hold = True
+    monkeypatch.setattr("protocol_v2.jobs.MAX_JOBS", 1)
+    begun = client.begin(*store_message(keys(), values("a")))
+    pending = harness.fact("cache.pending_bytes")
+    assert pending > 0
+    assert ErrorCode.BUSY == code_of(client.store(keys(), values("b"), first=1))
+    assert pending == harness.fact("cache.pending_bytes")
+    harness.pass_time(60)  # what nobody waits for is given up too
+    assert 1 == len(harness.held_jobs)
+    harness.release_jobs()
+    client.receive()
+    assert client.outcome(begun) is None  # its deadline is over; it is kept
+    again = harness.client()
+    assert 1 == again.lookup(keys(), session="q").hit_chunks
+    assert (1, 0, 0) == _counts(again.store(keys(), values("b"), session="q", first=1))
     harness.service.close(harness.now)
 
 
