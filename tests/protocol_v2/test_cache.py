@@ -1000,6 +1000,19 @@ def test_a_full_or_read_only_disk_loses_nothing(
     assert 3 == hits(open_cache(tmp_path), KEYS)
 
 
+def test_what_is_being_written_is_not_evicted_though_it_is_there_already(tmp_path: Path) -> None:
+    """One object stored twice at the same time: while the second write goes on, nobody takes the chunk's room."""
+    cache = open_cache(tmp_path, memory=0, disk=2 * BLOCKS)
+    first, second = (cache.store(make_object(KEYS, 0), now=0.0) for _ in range(2))
+    assert StoreOutcome.STORED is run(first)
+    assert StoreOutcome.DECLINED is run(cache.store(make_object(OTHER, 0), now=0.0))
+    assert 1 == hits(cache, KEYS)
+    assert StoreOutcome.STORED is run(second)
+    assert StoreOutcome.STORED is run(cache.store(make_object(OTHER, 0), now=0.0))
+    assert StoreOutcome.STORED is run(cache.store(make_object(OTHER, 1), now=0.0))  # nothing is written: it may go
+    assert (0, 2) == (hits(cache, KEYS), hits(cache, OTHER))
+
+
 def test_an_eviction_that_fails_puts_its_victims_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store whose eviction fails is an error, and what was to go is indexed again and can be read."""
     cache = open_cache(tmp_path, memory=0, disk=2 * BLOCKS)
