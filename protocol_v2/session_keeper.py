@@ -13,6 +13,9 @@ stood, is under way, requests wait for it, each no longer than its own deadline.
 once until the next one succeeds. A request that times out while nothing at all was heard makes the server *suspect*: it
 is pinged, and further requests fail at once until it is heard again; if that ping is not answered either, the session
 is given up. So a dead or hung server costs each caller one deadline at most, then misses, not stalls.
+
+A message arrives whole or not at all, and a large one takes its time: while a request is pending that brings payload or
+sends it, silence says nothing. Then that request's own deadline decides, and the `silence_ms` of the session.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+from msgspec import UNSET
 
 from protocol_v2.capability import CAPABILITY, probe, read_answer
 from protocol_v2.client_connection import ClientConnection
@@ -52,7 +57,7 @@ from protocol_v2.events import (
     SessionLost,
 )
 from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
-from protocol_v2.messages import PingRequest
+from protocol_v2.messages import PingRequest, RetrieveRequest
 from protocol_v2.state import State
 from protocol_v2.versions import SHARED_MEMORY
 
@@ -132,10 +137,17 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that is pending in the session."""
+    """A request that is pending in the session.
+
+    Args:
+        ticket: whose it is.
+        at: when it was sent, seconds.
+        bulky: its payload, or that of its reply, goes through the socket; nothing else is heard meanwhile.
+    """
 
     ticket: int
     at: float
+    bulky: bool
 
 
 @dataclass(slots=True)
@@ -460,7 +472,7 @@ class SessionKeeper:
         except ProtocolError as error:
             self._finish(ticket, error)
             return
-        live.sent[request_id] = _Sent(ticket, now)
+        live.sent[request_id] = _Sent(ticket, now, _is_bulky(one))
         live.said = now
         if frames:
             self._actions.append(Send(frames, ticket))
@@ -485,7 +497,7 @@ class SessionKeeper:
             return
         if isinstance(outcome, RequestTimeoutError):
             self.counters.timeouts += 1
-            if live.heard <= sent.at:
+            if live.heard <= sent.at and not any(one.bulky for one in live.sent.values()):
                 self._grow_suspicious(live, sent, now)
         self._finish(sent.ticket, outcome)
 
@@ -572,6 +584,12 @@ class SessionKeeper:
         if self._failure is not None:
             return self._failure
         return ServerUnavailableError("no session stands")
+
+
+def _is_bulky(request: _Waiting) -> bool:
+    """Whether payload goes through the socket for it."""
+    message = request.message
+    return bool(request.payload) or (isinstance(message, RetrieveRequest) and message.shared is UNSET)
 
 
 def _or_never(moment: float | None) -> float:

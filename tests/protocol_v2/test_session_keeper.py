@@ -38,7 +38,15 @@ from protocol_v2.events import (
 )
 from protocol_v2.frames import Frame, Prelude, is_protocol_2, join
 from protocol_v2.keeper_actions import CloseSocket, Finish, OpenSocket, Phase, PhaseChanged, Send
-from protocol_v2.messages import LookupReply, LookupRequest, PingReply, PingRequest, Request
+from protocol_v2.messages import (
+    LookupReply,
+    LookupRequest,
+    PingReply,
+    PingRequest,
+    Request,
+    RetrieveReply,
+    RetrieveRequest,
+)
 from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.wire_keys import Keys
 from tests.protocol_v2.strategies import CLIENT_BOOT, OTHER_SPACE, SPACE
@@ -55,7 +63,8 @@ class World:
     """A keeper, a pretended socket, and a server that behaves as told.
 
     `behave` is one of: `serve`, `refuse connection`, `black hole` (never connects), `silent` (connects, answers
-    nothing), `foreign` (lists something else), `deaf` (answers the hello, then nothing), `full` (queue full).
+    nothing), `foreign` (lists something else), `deaf` (answers the hello, then nothing), `full` (queue full), `slow
+    link` (serves, and what it says is on its way until `arrive`).
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class World:
         self.server: ServerConnection | None = None
         self.open = False
         self.to_client: deque[list[Frame]] = deque()
+        self.on_its_way: deque[list[Frame]] = deque()
         self.finished: dict[int, ReplyReceived | ProtocolError] = {}
         self.log: list[str] = []
         self.keyed_before_capability = False
@@ -130,6 +140,12 @@ class World:
                     case PhaseChanged():
                         self.log.append(action.phase.value)
 
+    def arrive(self) -> None:
+        """What was on its way has come."""
+        self.to_client += self.on_its_way
+        self.on_its_way.clear()
+        self.settle()
+
     def cut(self) -> None:
         """The connection breaks."""
         self.server = None
@@ -181,7 +197,10 @@ class World:
                     reply: Any = LookupReply(hit_chunks=2)
                     if isinstance(event.message, PingRequest):
                         reply = PingReply(boot=self.boot)
-                    self.to_client.append(self.server.send(SendReply(event.request_id, reply), self.now))
+                    elif isinstance(event.message, RetrieveRequest):
+                        reply = RetrieveReply(count=0, miss=1)
+                    link = self.on_its_way if self.behave == "slow link" else self.to_client
+                    link.append(self.server.send(SendReply(event.request_id, reply), self.now))
 
 
 def kinds(world: World) -> dict[int, type]:
@@ -495,6 +514,54 @@ def test_a_slow_server_that_answers_pings_keeps_its_session() -> None:
     served = world.ask()
     world.run()
     assert ReplyReceived is ended(world, served)
+
+
+def test_a_large_reply_on_a_slow_link_keeps_its_session() -> None:
+    """While payload is on its way nothing else is heard: the retrieve's own deadline counts, and no ping's."""
+    world = World()
+    world.run(0.5)
+    world.behave = "slow link"
+    retrieve = world.ask(RetrieveRequest(lease=bytes(16), count=2), timeout=20.0)
+    lookup = world.ask(timeout=1.0)
+    world.run(8.0)
+    assert {lookup: RequestTimeoutError} == kinds(world)
+    assert (Phase.UP, 0) == (world.keeper.phase, world.keeper.counters.lost)
+    assert world.keeper.counters.timeouts > 2  # pings
+    world.arrive()
+    assert ReplyReceived is ended(world, retrieve)
+    world.behave = "serve"
+    served = world.ask()
+    world.run()
+    assert ReplyReceived is ended(world, served)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [LOOKUP, RetrieveRequest(lease=bytes(16), count=2, shared=bytes(32))],
+    ids=["lookup", "retrieve through shared memory"],
+)
+def test_a_small_reply_that_does_not_come_is_a_hung_server(message: Request) -> None:
+    """Paired: where no payload goes through the socket, two pings without an answer end the session."""
+    world = World()
+    world.run(0.5)
+    world.behave = "slow link"
+    pending = world.ask(message, timeout=20.0)
+    world.run(3.0)
+    assert 1 == world.keeper.counters.lost
+    assert isinstance(world.finished[pending], ProtocolError)
+
+
+def test_a_retrieve_from_a_hung_server_costs_its_deadline_then_misses() -> None:
+    """Once the payload's own time is over, its silence counts as any other."""
+    world = World()
+    world.run(0.5)
+    world.behave = "deaf"
+    retrieve = world.ask(RetrieveRequest(lease=bytes(16), count=2), timeout=4.0)
+    world.run(4.0)
+    assert RequestTimeoutError is ended(world, retrieve)
+    assert ServerUnavailableError is ended(world, world.ask(timeout=0.2))
+    world.run(0.6)
+    assert 1 == world.keeper.counters.lost
 
 
 def test_heartbeats_keep_an_idle_session() -> None:
