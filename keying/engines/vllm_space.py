@@ -81,7 +81,7 @@ def space_from_vllm(
     cache = known(read(vllm_config, "cache_config"), f"{_CONFIG}.cache_config")
     hf_config = known(read(model, "hf_config"), f"{_CONFIG}.model_config.hf_config")
     text_config = setting(model, "hf_text_config", _CONFIG, ("hf_text_config",)) or hf_config
-    _refuse_non_causal(vllm_config, model, hf_config, text_config, causal=causal)
+    _refuse_non_causal(vllm_config, model, hf_config, text_config, kv_cache_config, causal=causal)
     dtype = dtype_name(known(read(model, "dtype"), f"{_CONFIG}.model_config.dtype"))
     skipped = optional(cache, "kv_cache_dtype_skip_layers", _CONFIG) or []
     quantization = {
@@ -115,7 +115,9 @@ def space_from_vllm(
     )
 
 
-def _refuse_non_causal(vllm_config: Any, model: Any, hf_config: Any, text_config: Any, *, causal: bool) -> None:
+def _refuse_non_causal(
+    vllm_config: Any, model: Any, hf_config: Any, text_config: Any, kv_cache_config: Any, *, causal: bool
+) -> None:
     kind = optional(model, "attn_type", _CONFIG)
     causal_or_refused(
         {
@@ -124,10 +126,23 @@ def _refuse_non_causal(vllm_config: Any, model: Any, hf_config: Any, text_config
             "is_diffusion": bool(optional(model, "is_diffusion", _CONFIG)),
             "diffusion_config": optional(vllm_config, "diffusion_config", _CONFIG) is not None,
             "attn_type": kind in {"encoder_only", "encoder", "encoder_decoder"},
+            "kv_cache_spec.non_causal": any(
+                optional(spec, "non_causal", _CONFIG) for spec in _kv_cache_specs(kv_cache_config)
+            ),
         },
         hf_config,
         text_config,
     )
+
+
+def _kv_cache_specs(kv_cache_config: Any) -> list[Any]:
+    """What the layers say of their KV: only there does vLLM tell of a prefix-LM layer."""
+    specs: list[Any] = []
+    for group in optional(kv_cache_config, "kv_cache_groups", _CONFIG) or ():
+        spec = optional(group, "kv_cache_spec", _CONFIG)
+        inner = optional(spec, "kv_cache_specs", _CONFIG)  # layers of one kind with sizes of their own
+        specs += [spec] if inner is None else inner.values()
+    return specs
 
 
 def _overrides_text(overrides: Any, told: str | None) -> str:

@@ -305,6 +305,20 @@ def test_models_that_look_ahead_have_no_space(fields: dict[str, Any]) -> None:
     assert vllm(None, **{"model_config.hf_config": within, "model_config.is_mm_prefix_lm": True}).root
 
 
+def test_a_prefix_lm_shows_in_what_vllm_says_of_its_kv() -> None:
+    """Its layers are marked in their KV specs alone, in a group of one spec or of several."""
+
+    def groups(*flags: bool, together: bool) -> Any:
+        specs = [SimpleNamespace(non_causal=flag) for flag in flags]
+        spec = SimpleNamespace(kv_cache_specs=dict(zip("ab", specs, strict=False))) if together else specs[0]
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l.0"], kv_cache_spec=spec)])
+
+    for together in (False, True):
+        vllm({"kv_cache_config": groups(False, False, together=together)})
+        refused(UncacheableReason.NON_CAUSAL, vllm, {"kv_cache_config": groups(True, True, together=together)})
+    refused(UncacheableReason.NON_CAUSAL, vllm, {"kv_cache_config": groups(False, True, together=True)})
+
+
 @pytest.mark.parametrize("space", [vllm, sglang, trt])
 def test_a_model_can_be_declared_not_causal(space: Any) -> None:
     """For models whose configuration does not say it."""
