@@ -195,16 +195,16 @@ def folder_names(folder: Path, *, on_error: Callable[[OSError], None] | None = N
         place = waiting.pop()
         try:
             with os.scandir(folder / place) as listing:
-                entries = list(listing)
+                found = [entry.name for entry in listing]  # names alone: a folder may have millions
         except OSError as error:
             if not place:
                 raise
             _left_out(error, on_error)
             continue
-        for entry in entries:
-            name = f"{place}{entry.name}"
+        for one in found:
+            name = f"{place}{one}"
             try:
-                facts = entry.stat(follow_symlinks=False)
+                facts = (folder / name).lstat()
             except OSError as error:
                 _left_out(error, on_error)
                 continue

@@ -1,5 +1,6 @@
 """The audit names what it can by name alone, and nothing else."""
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,17 @@ def test_whatever_begins_like_our_folders_is_never_taken_for_v1(model: str, entr
     """A v1 name below `xk2/`, or of a model that is called like a folder of ours, is not named, and so stays."""
     name = MpObject(model, RANK, 0, b"\xaa" * 32).native()
     assert entry is (identify(StoredName(name, 0, 0.0), kind=StoreKind.KEY_VALUE).holding is Holding.ENTRY)
+
+
+def test_a_large_folder_costs_no_more_than_its_names(tmp_path: Path) -> None:
+    """LMCache keeps all values in one folder: what is remembered of a file is its name, and each is counted."""
+    many, bytes_each = 4000, 400
+    for number in range(many):
+        (tmp_path / MpObject("one", RANK, 0, number.to_bytes(32, "big")).fs()).touch()
+    tracemalloc.start()
+    try:
+        counts = audit(folder_names(tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < many * bytes_each
+    finally:
+        tracemalloc.stop()
+    assert [many] == [count.names for count in counts.values()]
