@@ -17,12 +17,13 @@ Imports go one way: ``compat -> protocol_v2 -> keying``; nothing here imports ``
     connection        the protocol, sans-IO: client_connection, server_connection
 
 The client: ``capability`` asks whom we talk to, ``session_keeper`` keeps a session (sans-IO; ``foreign`` is what may
-be injected), ``client_thread`` owns the socket, ``client_sharing`` its shared memory, ``operations`` are the calls,
-``client`` and ``aio`` run them. The server: ``storage`` and ``tiers`` hold values, ``cache`` is the core, ``service``
-answers messages (sans-IO), by ``chunk_requests`` what is about chunks and by ``replies`` each once, ``sharing`` is its
-shared memory, ``server`` owns the sockets. For routers: ``chunk_events`` and ``event_log`` (sans-IO) say which chunks
-can be hit, ``event_feed`` owns the sockets, ``cache_news`` is what a server tells, ``chunk_view`` what a subscriber
-makes of it. Importing this package imports no zmq, torch or numpy; the names at its end do when they are first used.
+be injected), ``client_thread`` owns the socket, ``client_sharing`` its shared memory, ``operations`` are the calls
+and ``results`` what they give, ``client`` and ``aio`` run them. The server: ``storage`` and ``tiers`` hold values,
+``cache`` is the core, ``service`` answers messages (sans-IO), by ``chunk_requests`` what is about chunks and by
+``replies`` each once, ``sharing`` is its shared memory, ``server`` owns the sockets. For routers: ``chunk_events``
+and ``event_log`` (sans-IO) say which chunks can be hit, ``event_feed`` owns the sockets, ``cache_news`` is what a
+server tells, ``chunk_view`` what a subscriber makes of it. Importing this package imports no zmq, torch or numpy; the
+names at its end do when they are first used.
 """
 
 import importlib
@@ -81,14 +82,14 @@ from protocol_v2.negotiation import Offer as Offer
 from protocol_v2.negotiation import ServerTerms as ServerTerms
 from protocol_v2.negotiation import answer_hello as answer_hello
 from protocol_v2.negotiation import negotiate as negotiate
-from protocol_v2.operations import ClearResult as ClearResult
-from protocol_v2.operations import EndSessionResult as EndSessionResult
-from protocol_v2.operations import LookupResult as LookupResult
-from protocol_v2.operations import PrefetchResult as PrefetchResult
-from protocol_v2.operations import ReleaseResult as ReleaseResult
-from protocol_v2.operations import RetrievedChunk as RetrievedChunk
-from protocol_v2.operations import RetrieveResult as RetrieveResult
-from protocol_v2.operations import StoreResult as StoreResult
+from protocol_v2.results import ClearResult as ClearResult
+from protocol_v2.results import EndSessionResult as EndSessionResult
+from protocol_v2.results import LookupResult as LookupResult
+from protocol_v2.results import PrefetchResult as PrefetchResult
+from protocol_v2.results import ReleaseResult as ReleaseResult
+from protocol_v2.results import RetrievedChunk as RetrievedChunk
+from protocol_v2.results import RetrieveResult as RetrieveResult
+from protocol_v2.results import StoreResult as StoreResult
 from protocol_v2.server_connection import ServerConnection as ServerConnection
 from protocol_v2.session_keeper import Patience as Patience
 from protocol_v2.state import State as State

@@ -16,21 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from protocol_v2 import operations
 from protocol_v2.client import GRACE, WHOLE, ClientBase, checked_timeout, done_work
 from protocol_v2.errors import ProtocolError, RequestTimeoutError
-from protocol_v2.operations import (
-    Ask,
-    AwaitLimits,
-    Begin,
-    Begun,
-    ClearResult,
-    Collect,
-    Do,
-    EndSessionResult,
-    LookupResult,
-    PrefetchResult,
-    ReleaseResult,
-    RetrieveResult,
-    StoreResult,
-)
+from protocol_v2.operations import Ask, AwaitLimits, Begin, Begun, Collect, Do
 from protocol_v2.tensors import to_torch
 
 if TYPE_CHECKING:
@@ -45,6 +31,15 @@ if TYPE_CHECKING:
     from protocol_v2.hello import Limits
     from protocol_v2.messages import PingReply
     from protocol_v2.operations import Answer, KeysLike, Operation, Step
+    from protocol_v2.results import (
+        ClearResult,
+        EndSessionResult,
+        LookupResult,
+        PrefetchResult,
+        ReleaseResult,
+        RetrieveResult,
+        StoreResult,
+    )
     from protocol_v2.tensors import TensorMeta
     from protocol_v2.wire_keys import Shard
 

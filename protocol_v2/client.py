@@ -19,22 +19,7 @@ from protocol_v2.client_sharing import make_sharing
 from protocol_v2.client_thread import ClientThread, chance
 from protocol_v2.errors import LocalProtocolError, ProtocolError, RequestTimeoutError
 from protocol_v2.negotiation import ClientTerms, Offer
-from protocol_v2.operations import (
-    Ask,
-    AwaitLimits,
-    Begin,
-    Begun,
-    ClearResult,
-    Collect,
-    Did,
-    Do,
-    EndSessionResult,
-    LookupResult,
-    PrefetchResult,
-    ReleaseResult,
-    RetrieveResult,
-    StoreResult,
-)
+from protocol_v2.operations import Ask, AwaitLimits, Begin, Begun, Collect, Did, Do
 from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.tensors import empty_torch, to_torch
 from protocol_v2.versions import SHARED_MEMORY
@@ -55,6 +40,15 @@ if TYPE_CHECKING:
     from protocol_v2.keeper_actions import Phase
     from protocol_v2.messages import PingReply
     from protocol_v2.operations import Answer, KeysLike, Operation, Step
+    from protocol_v2.results import (
+        ClearResult,
+        EndSessionResult,
+        LookupResult,
+        PrefetchResult,
+        ReleaseResult,
+        RetrieveResult,
+        StoreResult,
+    )
     from protocol_v2.session_keeper import KeeperCounters
     from protocol_v2.tensors import TensorMeta
 

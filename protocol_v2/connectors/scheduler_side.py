@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from keying import KeySpace
     from keying.engines import EngineInputs
     from protocol_v2.connectors.tracker import Call, LoadPlan, SavePlan
-    from protocol_v2.operations import EndSessionResult, KeysLike, LookupResult, ReleaseResult
+    from protocol_v2.operations import KeysLike
+    from protocol_v2.results import EndSessionResult, LookupResult, ReleaseResult
 
 log = logging.getLogger(__name__)
 

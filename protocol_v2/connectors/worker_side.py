@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from keying import ChunkKey
     from protocol_v2.connectors.paged import PagedGroup
     from protocol_v2.connectors.tracker import LoadPlan, SavePlan
-    from protocol_v2.operations import EndSessionResult, KeysLike, RetrieveResult, StoreResult
+    from protocol_v2.operations import KeysLike
+    from protocol_v2.results import EndSessionResult, RetrieveResult, StoreResult
     from protocol_v2.tensors import TensorMeta
 
 log = logging.getLogger(__name__)

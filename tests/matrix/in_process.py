@@ -22,6 +22,7 @@ from protocol_v2.foreign import ForeignPolicy
 from protocol_v2.keeper_actions import Finish, OpenSocket, Phase, Send
 from protocol_v2.negotiation import ClientTerms
 from protocol_v2.operations import Answer, AwaitLimits, Operation
+from protocol_v2.results import LookupResult, RetrieveResult
 from protocol_v2.session_keeper import Patience, SessionKeeper
 from protocol_v2.tensors import to_numpy
 from protocol_v2.wire_keys import Shard
@@ -167,14 +168,14 @@ class OurClient:
             assert (result.failure, result.declined) == (None, 0), result
         return True
 
-    def lookup(self, request: MatrixRequest, session: str) -> operations.LookupResult | None:
+    def lookup(self, request: MatrixRequest, session: str) -> LookupResult | None:
         """Look a request up; None without a session."""
         keys = chunk_keys(self.space, request.tokens, request.extra_keys)
         found = self._run(operations.lookup(session=session, keys=keys, world=1, groups=1, lease=True))
         assert found is None or found.failure is None, found
         return found
 
-    def retrieve(self, lease: bytes, count: int) -> operations.RetrieveResult | None:
+    def retrieve(self, lease: bytes, count: int) -> RetrieveResult | None:
         """Retrieve leading chunks of a lease."""
         return self._run(operations.retrieve(lease=lease, first=0, count=count, shard=Shard(), make=to_numpy))
 

@@ -16,7 +16,7 @@ from protocol_v2.connectors.scheduler_side import REFUSED, SchedulerSide
 from protocol_v2.connectors.worker_side import LoadTask, SaveTask, WorkerReport, WorkerSide
 from protocol_v2.errors import ServerUnavailableError
 from protocol_v2.negotiation import ServerTerms
-from protocol_v2.operations import LookupResult, RetrieveResult
+from protocol_v2.results import LookupResult, RetrieveResult
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
 from protocol_v2.sharing import Sharing
