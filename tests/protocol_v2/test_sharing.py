@@ -325,6 +325,21 @@ def test_a_range_is_free_again_when_its_chunk_is_gone() -> None:
     assert 0 == harness.fact("shared.used")
 
 
+def test_a_store_of_a_session_that_ended_meanwhile_is_none_of_the_next() -> None:
+    """It was being copied when the client said hello again: nothing is kept, and its session id is free."""
+    harness = Harness(sharing=Sharing(64 * GRANULE))
+    sharer = Sharer(harness)
+    staged = sharer.stage(b"a" * 3000)
+    harness.hold = True
+    sharer.client.begin(sharer.message([b"a" * 3000], [staged[1]]))
+    sharer.client.connection.lose("test")
+    sharer.client.hello()
+    harness.release_jobs()
+    assert (0, 0) == (harness.fact("cache.sessions"), harness.fact("tier.memory.objects"))
+    other = chunk_keys(SPACE, list(range(50, 66)))
+    assert 0 == sharer.client.lookup(other, session="r").hit_chunks
+
+
 def test_a_session_that_ends_lets_go_of_the_clients_memory() -> None:
     """Silence, a new hello and a close end it; what was stored stays."""
     harness = Harness(sharing=Sharing(64 * GRANULE), limits=Limits(silence_ms=1000))
