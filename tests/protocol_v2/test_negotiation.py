@@ -249,6 +249,18 @@ def test_the_client_keeps_its_floor_and_checks_the_root(
     assert (code, field) == (caught.value.refusal_code, caught.value.field)
 
 
+@pytest.mark.parametrize("change", [{"wire": 1}, {"schema": 1}, {"wire": 0x1A1A}, {"schema": 0x1A1A}])
+def test_the_client_keeps_its_floor_though_it_lists_more(change: dict[str, int]) -> None:
+    """H7: what was listed and is below the floor, or reserved, is no choice: a client with extras never ends there."""
+    listed = frozenset({1, 2, 0x1A1A})
+    terms = ClientTerms(CLIENT_BOOT, SPACE, Offer(listed, listed, frozenset("a"), wire_floor=2, schema_floor=2))
+    assert Agreement(2, 2, frozenset("a")) == check_welcome(GOOD, terms)
+    fields = {name: getattr(GOOD, name) for name in Welcome.__struct_fields__}
+    with pytest.raises(HandshakeError) as caught:
+        check_welcome(Welcome(**fields | change), terms)
+    assert (RefusalCode.WELCOME_INVALID, *change) == (caught.value.refusal_code, caught.value.field)
+
+
 def test_the_default_floor_is_schema_2() -> None:
     """Our own client accepts nothing below wire 2 and schema 2, and says so."""
     assert (Floor(wire=2, schema=2), frozenset({2}), frozenset({2})) == (Offer().floor(), Offer().wire, Offer().schemas)
