@@ -104,7 +104,7 @@ def test_whatever_begins_like_our_folders_is_never_taken_for_v1(model: str, entr
 
 def test_a_large_folder_costs_no_more_than_its_names(tmp_path: Path) -> None:
     """LMCache keeps all values in one folder: what is remembered of a file is its name, and each is counted."""
-    many, bytes_each = 4000, 400
+    many, bytes_each = 4000, 650
     for number in range(many):
         (tmp_path / MpObject("one", RANK, 0, number.to_bytes(32, "big")).fs()).touch()
     tracemalloc.start()
