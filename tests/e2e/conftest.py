@@ -1,7 +1,7 @@
-"""Engines, models and a cache server for all tests of this folder."""
+"""Engines, models and a cache server for all tests of this folder; what their processes logged, where a test fails."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,12 +9,30 @@ import pytest
 from tests.e2e.cache_server import Server
 from tests.e2e.engines import Engines
 
+LOG_LINES = 30
+"""Of each process, shown where a test fails."""
+
+FOLDER = pytest.StashKey[Path]()
+
 
 @pytest.fixture(scope="session")
-def folder() -> Iterator[Path]:
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A short path for sockets, logs and models."""
     with tempfile.TemporaryDirectory(prefix="xk-e2e-") as made:
+        request.config.stash[FOLDER] = Path(made)
         yield Path(made)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The folder goes with the run, so a test that fails takes along what the processes logged until then."""
+    report = yield
+    place = item.config.stash.get(FOLDER, None)
+    if report.failed and place is not None:
+        for log in sorted(place.rglob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            report.sections.append((f"end of {log.relative_to(place)}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(scope="session")

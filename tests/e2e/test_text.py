@@ -33,7 +33,7 @@ def test_the_second_engine_process_hits_what_the_first_stored(
         engines.open(process, "llama", chunk_size=chunk_size, load=load)
         run = engines.run(process, requests)
         assert_same(reference, run.answers)
-        assert hits == run.cached
+        assert hits == run.cached, run.facts
         assert (4, 0, 0) == (run.facts["requests"], run.facts["load_failures"], run.facts["standing"])
     assert (0, 0) == server.left_over()
 
