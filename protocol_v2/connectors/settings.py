@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from protocol_v2.client_thread import one_address
 from protocol_v2.errors import LocalProtocolError
+from protocol_v2.session_keeper import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,8 @@ class ConnectorSettings:
         lookup_timeout: seconds that the engine's scheduler waits for a lookup.
         load_timeout: seconds for the loads of a step.
         store_timeout: seconds for a store.
+        server_timeout: seconds that a server may take to be connected with, to answer a hello, and to answer a ping;
+            after that it counts as gone, and requests are misses until it answers.
         save_queue_mib: mebibytes of copied KV that wait to be stored, at most.
         wait_for_store: do not end a step before its saves are stored: for engines that hand over to others.
         events: address to publish chunk events at; None for none.
@@ -57,11 +60,17 @@ class ConnectorSettings:
     lookup_timeout: float = 1.0
     load_timeout: float = 5.0
     store_timeout: float = 10.0
+    server_timeout: float = 2.0
     save_queue_mib: int = 1024
     wait_for_store: bool = False
     events: str | None = None
     events_replay: str | None = None
     hide_salts: bool = False
+
+    @property
+    def patience(self) -> Patience:
+        """Of the clients that the connector makes."""
+        return Patience(connect=self.server_timeout, answer=self.server_timeout, ping=self.server_timeout)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> ConnectorSettings:
@@ -85,7 +94,7 @@ class ConnectorSettings:
         one_address(self.address)
         _whole("chunk_size", self.chunk_size, 1, 2**31 - 1)
         _whole("save_queue_mib", self.save_queue_mib, 1, 2**20)
-        for name in ("lookup_timeout", "load_timeout", "store_timeout"):
+        for name in ("lookup_timeout", "load_timeout", "store_timeout", "server_timeout"):
             _seconds(name, getattr(self, name))
         if self.load not in LOAD_MODES:
             raise SettingsError(f"load: got {self.load!r}, wanted one of {', '.join(LOAD_MODES)}")

@@ -111,7 +111,12 @@ class TensorRtWorker:
             Unit.BLOCKS,
             null_block=None,
         )
-        self._client = CacheClient(settings.address, deployment.space, role=f"tensorrt-llm worker {deployment.rank}")
+        self._client = CacheClient(
+            settings.address,
+            deployment.space,
+            role=f"tensorrt-llm worker {deployment.rank}",
+            patience=settings.patience,
+        )
         self.side = WorkerSide(
             self._client,
             [pool],
@@ -181,14 +186,17 @@ class TensorRtScheduler:
 
     def __init__(self, deployment_of: DeploymentOf, llm_args: Any) -> None:
         deployment = self._deployment = deployment_of(llm_args)
-        self._client = CacheClient(deployment.settings.address, deployment.space, role="tensorrt-llm scheduler")
+        settings = deployment.settings
+        self._client = CacheClient(
+            settings.address, deployment.space, role="tensorrt-llm scheduler", patience=settings.patience
+        )
         self.side = SchedulerSide(
             self._client,
             deployment.space,
             world=deployment.world,
             parts=1,
             align=deployment.tokens_per_block,
-            lookup_timeout=deployment.settings.lookup_timeout,
+            lookup_timeout=settings.lookup_timeout,
         )
         if deployment.world > 1:
             self.side.stop_loading("an engine of several ranks cannot be told that one of them failed to load")

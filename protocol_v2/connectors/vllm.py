@@ -135,7 +135,9 @@ class ExtraKeysConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
     ) -> SchedulerConnector:
         space = engine_space(vllm_config, kv_cache_config, shape)
         policy = self.foreign_policy(space)
-        client = CacheClient(shape.settings.address, space, role="vllm scheduler", on_foreign=policy)
+        client = CacheClient(
+            shape.settings.address, space, role="vllm scheduler", patience=shape.settings.patience, on_foreign=policy
+        )
         return SchedulerConnector(shape, space, client)
 
     def foreign_policy(self, space: KeySpace) -> ForeignPolicy | None:

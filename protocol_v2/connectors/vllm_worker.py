@@ -89,6 +89,7 @@ class WorkerConnector:
             settings.address,
             space,
             role=f"vllm worker {self.shape.rank}",
+            patience=settings.patience,
             timeout=settings.store_timeout,
             on_foreign=self._policy(space),
         )

@@ -16,7 +16,13 @@ CHUNK = 64
 """Chunk size where a test does not say another: two blocks of the engine."""
 
 
-PATIENT: dict[str, Any] = {"wait_for_store": True, "lookup_timeout": 30, "load_timeout": 60, "store_timeout": 60}
+PATIENT: dict[str, Any] = {
+    "wait_for_store": True,
+    "lookup_timeout": 30,
+    "load_timeout": 60,
+    "store_timeout": 60,
+    "server_timeout": 30,
+}
 """Settings with which no answer comes too late on a busy machine: a test that wants one to be late says so."""
 
 

@@ -66,7 +66,15 @@ def test_a_server_that_dies_and_comes_back(engines: Engines, own_server: Server)
     """
     requests: list[Request] = [{"tokens": words(300, f"killed {place}")} for place in range(3)]
     reference = engines.expected("llama", requests)
-    engines.open("first", "llama", address=own_server.address, lookup_timeout=2, load_timeout=2, store_timeout=2)
+    engines.open(
+        "first",
+        "llama",
+        address=own_server.address,
+        lookup_timeout=2,
+        load_timeout=2,
+        store_timeout=2,
+        server_timeout=2,
+    )
     assert_same(reference[:1], engines.run("first", requests[:1]).answers)
     own_server.kill()
     dead = engines.run("first", requests)
@@ -204,7 +212,14 @@ def test_a_server_that_dies_while_requests_run(engines: Engines, own_server: Ser
     ]
     reference = engines.expected("llama", requests)
     engines.open(
-        "first", "llama", address=own_server.address, load=load, lookup_timeout=0.5, load_timeout=1.0, store_timeout=1.0
+        "first",
+        "llama",
+        address=own_server.address,
+        load=load,
+        lookup_timeout=0.5,
+        load_timeout=1.0,
+        store_timeout=1.0,
+        server_timeout=1.0,
     )
     engines.run("first", requests[:4], batch=True)
     with ThreadPoolExecutor(1) as user:

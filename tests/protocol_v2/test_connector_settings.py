@@ -34,6 +34,7 @@ def test_an_address_is_enough() -> None:
         ({"load_timeout": 0}, "load_timeout"),
         ({"lookup_timeout": float("nan")}, "lookup_timeout"),
         ({"store_timeout": "10"}, "store_timeout"),
+        ({"server_timeout": 601}, "server_timeout"),
         ({"save_queue_mib": -1}, "save_queue_mib"),
         ({"model": ""}, "model"),
         ({"unit": 3}, "unit"),

@@ -29,6 +29,7 @@ from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
 from tests.keying.engine_samples import vllm_feature
 from tests.protocol_v2.fake_vllm import VERSIONS, FakeEngine, Role, configs, installed
+from tests.protocol_v2.test_client import router
 from tests.test_import_rules import imported
 
 pytestmark = pytest.mark.zmq
@@ -376,6 +377,16 @@ def test_settings_are_checked_when_the_engine_starts(make: Make) -> None:
         config, cache = configs("0.32", {})
         with pytest.raises(SettingsError, match="address is missing"):
             module.ExtraKeysConnector(config, Role.SCHEDULER, cache)
+
+
+def test_a_server_that_says_nothing_counts_as_gone_after_the_set_time(make: Make, tmp_path: Path) -> None:
+    """A lookup may wait far longer, and does not: the request is computed, and the lookup counts as one that failed."""
+    address = f"ipc://{tmp_path}/mute"
+    with router(address):
+        engine = make(settings={"address": address, "server_timeout": 0.05, "lookup_timeout": 600})
+        engine.add("r", TEXT)
+        engine.run()
+        assert ([0], 1) == (engine.hits["r"], side(engine).counters.lookup_failures)
 
 
 def test_a_failed_load_never_fails_a_request(make: Make) -> None:
