@@ -9,6 +9,7 @@ backends (``HiCacheStorage``) are no such place: they get page hashes that SGLan
     cache_finished_req                 `checkpoint`, then `release`
     release_aborted_request            `release`
     retraction                         `retract`
+    flush_cache, after new weights     `reset`
 
 Counts are agreed among the ranks (`agree`, a minimum over the group), so that all promise and use the same tokens; a
 load says how many it delivered, and the engine computes the rest.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from protocol_v2.connectors.paged import Axes, PagedGroup, Unit
 from protocol_v2.connectors.scheduler_side import SchedulerSide
 from protocol_v2.connectors.worker_side import LoadTask, SaveTask, WorkerSide
+from protocol_v2.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +66,7 @@ class SglangStore:
             raise ValueError("client: has no space; make it with the deployment's")
         self._derive = derive
         self._agree = agree or (lambda count: count)
+        self._client = client
         self._chunk_size = client.space.chunk_size
         self.side = SchedulerSide(client, client.space, world=world, parts=1, lookup_timeout=lookup_timeout)
         # slots are blocks of one token: any chunk size fits, and no slot stands for nothing
@@ -156,6 +159,30 @@ class SglangStore:
         """A request is over or aborted. Idempotent."""
         self._offered.pop(req.rid, None)
         self.side.end(req.rid)
+
+    def reset(self, timeout: float = 10.0) -> bool:
+        """Forget the space: the engine's weights have changed, and no request computes with the former ones.
+
+        What the ranks had still to store is stored first, so that it goes too. Requests that stand go on without the
+        cache. What was not cleared on every rank is not loaded any more.
+
+        Args:
+            timeout: seconds for what waits to be stored.
+
+        Returns:
+            Whether that worked, the same on every rank.
+        """
+        self._offered.clear()
+        self.side.forget("cache_reset")
+        stored = self._agree(int(self.worker.flush(timeout)))
+        try:
+            self._client.clear("space")
+        except ProtocolError:
+            stored = 0
+        if not self._agree(stored):
+            self.side.stop_loading("the cache may hold what was computed with former weights")
+            return False
+        return True
 
     def close(self) -> None:
         """The engine ends."""

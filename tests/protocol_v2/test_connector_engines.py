@@ -17,6 +17,7 @@ from protocol_v2.client import CacheClient
 from protocol_v2.connectors.settings import ConnectorSettings
 from protocol_v2.connectors.sglang import SglangStore
 from protocol_v2.connectors.tensorrt_llm import Deployment, TensorRtScheduler, TensorRtWorker
+from protocol_v2.errors import ServerUnavailableError
 from protocol_v2.negotiation import ServerTerms
 from protocol_v2.server import CacheServer
 from protocol_v2.service import CacheService
@@ -183,6 +184,28 @@ def test_sglang_retracted_and_aborted_requests_leave_nothing(server: CacheServer
     rank.store.checkpoint(aborted, [1, 2, 3], 0)
     rank.store.release(aborted)
     assert (0, 0) == left_over(server)
+    rank.close()
+
+
+def test_sglang_forgets_when_its_weights_change(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored and what stands is of the former weights; where the clear failed nothing is loaded any more."""
+    rank = SglangRank(server, "sglang-reset")
+    rank.serve(sglang_request("before", 28))
+    stands, slots = sglang_request("stands", 28), rank.slots(28)
+    assert 24 == rank.store.match(stands, 0)  # a lease, which would keep its chunks
+    assert rank.store.reset()
+    assert 0 == rank.store.load(stands, slots[:24])
+    rank.store.checkpoint(stands, slots, 28)
+    rank.store.release(stands)
+    assert {"cache_reset": 1} == dict(rank.store.side.counters.bypassed)
+    assert [(0, 0), (24, 24)] == [rank.serve(sglang_request(rid, 28)) for rid in ("after", "again")]
+
+    def gone(scope: str) -> Any:
+        raise ServerUnavailableError(f"no clear of the {scope}")
+
+    monkeypatch.setattr(rank.client, "clear", gone)
+    assert not rank.store.reset()
+    assert (0, 0) == rank.serve(sglang_request("uncleared", 28))
     rank.close()
 
 
