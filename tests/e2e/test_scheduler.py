@@ -70,16 +70,16 @@ def scheduled(engines: Engines, folder: Path) -> Iterator[Scheduled]:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("kind", [{}, {"window": 32}, {"window": 32, "hybrid": True}])
 def test_a_failed_load_changes_no_answer_and_poisons_nothing(
-    scheduled: Scheduled, ahead: bool, window: int | None
+    scheduled: Scheduled, ahead: bool, kind: dict[str, Any]
 ) -> None:
-    """Alone, beside a request that shares its blocks, and aborted at once."""
-    options: dict[str, Any] = {"ahead": ahead, "window": window}
+    """Alone, beside one that shares its blocks, and aborted at once; one group of KV, one that slides, and two."""
+    options: dict[str, Any] = {"ahead": ahead, **kind}
     for gone in (False, True):
-        report = scheduled.fails(f"fails {ahead} {window} {gone}", ("a", A), ("b", B), gone=gone, **options)
+        report = scheduled.fails(f"fails {options} {gone}", ("a", A), ("b", B), gone=gone, **options)
         assert ([], []) == (report["wrong"], report["poison"])
-    alone = scheduled.fails(f"alone {ahead} {window}", ("a", A), **options)
+    alone = scheduled.fails(f"alone {options}", ("a", A), **options)
     assert ([], []) == (alone["wrong"], alone["poison"])
     assert alone["stored"] > 0
 
@@ -102,13 +102,14 @@ def test_a_load_of_the_step_would_be_seen_where_it_cannot_be_taken_back(
     assert (wrong, poisoned) == (report["wrong"], bool(report["poison"]))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(9))
 def test_whatever_happens_to_requests_what_is_stored_is_right(scheduled: Scheduled, server: Server, seed: int) -> None:
     """Two engines of a random kind with random requests, sessions, aborts and losses; the second has hits."""
     chance = random.Random(seed)
     options: dict[str, Any] = {
         "ahead": seed % 2 == 0,
-        "window": 32 if seed % 4 == 1 else None,
+        "window": 32 if seed % 4 in {0, 1} else None,
+        "hybrid": seed % 4 == 0,
         "drafts": 3 if seed % 4 == 3 else 0,
         "policy": chance.choice(["fcfs", "priority"]),
         "n_blocks": chance.choice([20, 30, 64]),

@@ -76,11 +76,11 @@ def attend(values: Any, first: int, start: int, stop: int, window: int | None, n
     return (mask * (values * (seen + number) % MODULUS)[None, :]).sum(1) % MODULUS
 
 
-def layers(tokens: list[int], identity: int, window: int | None) -> tuple[Any, Any, Any]:
+def layers(tokens: list[int], identity: int, window: int | None, *, hybrid: bool) -> tuple[Any, Any, Any]:
     """Both layers' KV of a sequence, and what follows from it at each position."""
     one = first_layer(tokens, 0, identity)
     two = attend(one, 0, 0, len(tokens), window, 11)
-    return one, two, attend(two, 0, 0, len(tokens), window, 3)
+    return one, two, attend(two, 0, 0, len(tokens), None if hybrid else window, 3)
 
 
 def spoken(value: Any) -> int:
@@ -99,7 +99,8 @@ class Row:
 
     tokens: list[int]
     n_prompt: int
-    blocks: list[int]
+    blocks: list[list[int]]
+    """Of each layer."""
     identity: int
 
 
@@ -111,6 +112,7 @@ class Engine:
         config: ``VllmConfig``.
         ahead: a step is scheduled before the one before it is known.
         window: of the attention; None for all.
+        hybrid: only what the first layer's KV is read with is a window, and each layer's KV is a group of its own.
         n_blocks: of KV.
         drafts: tokens that are proposed for each step.
         losing: probability that a retrieve delivers only a part.
@@ -119,6 +121,7 @@ class Engine:
     config: Any
     ahead: bool
     window: int | None
+    hybrid: bool
     n_blocks: int
     drafts: int
     losing: float
@@ -128,21 +131,18 @@ class Engine:
     prompts: dict[str, tuple[list[int], int]] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     answers: dict[str, list[int]] = field(default_factory=dict)
-    stored: list[tuple[bytes, list[Any]]] = field(default_factory=list)
+    stored: list[tuple[bytes, int, list[Any]]] = field(default_factory=list)
     underway: deque[tuple[Any, Any]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
-        spec = (
-            FullAttentionSpec(**shape)
-            if self.window is None
-            else SlidingWindowSpec(**shape, sliding_window=self.window)
-        )
+        full = FullAttentionSpec(**shape)
+        spec = full if self.window is None else SlidingWindowSpec(**shape, sliding_window=self.window)
+        groups = [KVCacheGroupSpec(["one", "two"], spec)]
+        if self.hybrid:
+            groups = [KVCacheGroupSpec(["one"], spec), KVCacheGroupSpec(["two"], full)]
         cache = KVCacheConfig(
-            num_blocks=self.n_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["one", "two"], spec)],
-            kv_cache_layout="LBHNC",
+            num_blocks=self.n_blocks, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout="LBHNC"
         )
         self.kv = [torch.full((self.n_blocks, 1, BLOCK, 2), -99, dtype=torch.int64) for _ in range(2)]
         with set_current_vllm_config(self.config):
@@ -179,10 +179,10 @@ class Engine:
                     result = replace(result, chunks=result.chunks[: self.chance.randrange(len(result.chunks))])
                 return result
 
-            def remembering(session: str, keys: Any, tensors: Any, *, first: int, **others: Any) -> Any:
-                values = [[one.clone() for one in chunk] for chunk in tensors]
-                self.stored += zip(keys[first:], values, strict=True)
-                return store(session, keys, tensors, first=first, **others)
+            def remembering(session: str, keys: Any, tensors: Any, *, first: int, shard: Any, **others: Any) -> Any:
+                for key, chunk in zip(keys[first:], tensors, strict=True):
+                    self.stored.append((key, shard.group, [one.clone() for one in chunk]))
+                return store(session, keys, tensors, first=first, shard=shard, **others)
 
             client.retrieve, client.store = losing, remembering
             return side
@@ -275,7 +275,7 @@ class Engine:
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
             identity = identity_of(self.requests[new.req_id])
-            self.rows[new.req_id] = Row(prompt, len(prompt), list(new.block_ids[0]), identity)
+            self.rows[new.req_id] = Row(prompt, len(prompt), self._by_layer(new.block_ids), identity)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):
@@ -283,12 +283,15 @@ class Engine:
             starts[name] = cached.num_computed_tokens[place]
             del row.tokens[row.n_prompt + n_output :]
             if name in cached.resumed_req_ids:
-                row.blocks = list(fresh[0])
+                row.blocks = self._by_layer(fresh)
             elif fresh is not None:
-                row.blocks += fresh[0]
+                row.blocks = [[*had, *more] for had, more in zip(row.blocks, self._by_layer(fresh), strict=True)]
             if n_output and name in cached.all_token_ids:
                 row.tokens[row.n_prompt :] = cached.all_token_ids[name][-n_output:]
         return starts
+
+    def _by_layer(self, blocks: Any) -> list[list[int]]:
+        return [list(blocks[0]), list(blocks[-1])]
 
     def _compute(self, name: str, start: int, n_tokens: int, drafts: list[int]) -> list[int]:
         row, stop = self.rows[name], start + n_tokens
@@ -297,7 +300,8 @@ class Engine:
         first = 0 if self.window is None else max(0, start - self.window + 1)
         self._put(0, row, start, first_layer(tokens, start, row.identity))
         self._put(1, row, start, attend(self._got(0, row, first, stop), first, start, stop, self.window, 11))
-        after = attend(self._got(1, row, first, stop), first, start, stop, self.window, 3)
+        window, first = (None, 0) if self.hybrid else (self.window, first)
+        after = attend(self._got(1, row, first, stop), first, start, stop, window, 3)
         if stop < len(row.tokens):
             return []
         place = len(row.tokens) - 1
@@ -310,15 +314,18 @@ class Engine:
         row.tokens += sampled
         return sampled
 
-    def _slots(self, row: Row, start: int, stop: int) -> Any:
+    def _slots(self, layer: int, row: Row, start: int, stop: int) -> Any:
         places = torch.arange(start, stop)
-        return torch.tensor(row.blocks)[places // BLOCK] * BLOCK + places % BLOCK
+        return torch.tensor(row.blocks[layer])[places // BLOCK] * BLOCK + places % BLOCK
 
     def _got(self, layer: int, row: Row, start: int, stop: int) -> Any:
-        return self.kv[layer].view(-1, 2)[self._slots(row, start, stop), 0]
+        return self.kv[layer].view(-1, 2)[self._slots(layer, row, start, stop), 0]
 
     def _put(self, layer: int, row: Row, start: int, values: Any) -> None:
-        self.kv[layer].view(-1, 2)[self._slots(row, start, start + len(values))] = values[:, None]
+        self.kv[layer].view(-1, 2)[self._slots(layer, row, start, start + len(values))] = values[:, None]
+
+    def _layers(self, tokens: list[int], request: Any) -> tuple[Any, Any, Any]:
+        return layers(tokens, identity_of(request), self.window, hybrid=self.hybrid)
 
     def _propose(self, output: Any) -> None:
         """Drafts for the next step, most of them right."""
@@ -328,7 +335,7 @@ class Engine:
             tokens = list(self.scheduler.requests[name].all_token_ids)
             length = len(tokens)
             for _ in range(self.drafts):
-                right = spoken(layers(tokens, identity_of(self.requests[name]), self.window)[2][-1])
+                right = spoken(self._layers(tokens, self.requests[name])[2][-1])
                 tokens.append(right + (self.chance.random() < 0.3))
             drafts.append(tokens[length:])
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
@@ -343,7 +350,7 @@ class Engine:
                 continue
             tokens = list(prompt)
             for _ in range(max_tokens):
-                tokens.append(spoken(layers(tokens, identity_of(self.requests[name]), self.window)[2][-1]))
+                tokens.append(spoken(self._layers(tokens, self.requests[name])[2][-1]))
             if self.answers[name] != tokens[len(prompt) :]:
                 found.append(name)
         return found
@@ -353,13 +360,13 @@ class Engine:
         right = {}
         for request in self.requests.values():
             tokens, salt = list(request.all_token_ids), request.cache_salt
-            values = layers(tokens, identity_of(request), self.window)[:2]
+            values = self._layers(tokens, request)[:2]
             for key in chunk_keys(self.connector.space, tokens, [] if salt is None else [CacheSalt(salt)]):
                 right[key.digest] = key.start, key.stop, values
         found = []
-        for digest, tensors in self.stored:
+        for digest, group, tensors in self.stored:
             start, stop, values = right[digest]
-            for tensor, value in zip(tensors, values, strict=True):
+            for tensor, value in zip(tensors, values[group : group + 1] if self.hybrid else values, strict=True):
                 rows = tensor[:, 0, :, 0].flatten()[start % BLOCK :][: stop - start]
                 if not torch.equal(rows, value[start:stop]):
                     found.append([start, stop])
@@ -388,6 +395,7 @@ class SchedulerHost:
         seed: int = 0,
         ahead: bool = False,
         window: int | None = None,
+        hybrid: bool = False,
         n_blocks: int = 64,
         budget: int = 256,
         prefix: bool = True,
@@ -400,7 +408,7 @@ class SchedulerHost:
         self.close()
         vllm_engine._only_between_steps = (lambda *_, **__: None) if careless else self._between
         transfer = KVTransferConfig(
-            kv_connector="ExtraKeysConnector",
+            kv_connector="ExtraKeysHybridConnector" if hybrid else "ExtraKeysConnector",
             kv_role="kv_both",
             kv_connector_module_path="protocol_v2.connectors.vllm",
             kv_connector_extra_config=settings,
@@ -424,7 +432,7 @@ class SchedulerHost:
         config.scheduler_config.max_num_scheduled_tokens = budget
         config.cache_config.block_size = BLOCK  # and wants more than this
         config.cache_config.num_gpu_blocks = n_blocks
-        self.engine = Engine(config, ahead, window, n_blocks, drafts, losing, random.Random(seed))
+        self.engine = Engine(config, ahead, window, hybrid, n_blocks, drafts, losing, random.Random(seed))
 
     def close(self) -> None:
         """End the engine."""
