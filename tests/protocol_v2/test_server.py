@@ -154,6 +154,16 @@ def test_a_peer_that_never_reads_does_not_block_the_others(tmp_path: Path, socke
         assert facts["server.peers"] in {0, 1}
 
 
+def test_an_answer_to_a_peer_that_is_gone_is_counted(tmp_path: Path, sockets: Sockets) -> None:
+    """An answer that cannot be sent is told by a counter, not dropped in silence; others are served."""
+    with CacheServer(f"ipc://{tmp_path}/s", service()) as server:
+        good = Dealer(sockets, server.address)
+        assert 0 == good.ask(StatusRequest()).status["service.unsent"]
+        server._service._replies.queue(b"nobody", [b"answer"])
+        good.ask(PingRequest())  # a turn of the loop, which sends what is queued
+        assert 1 == good.ask(StatusRequest()).status["service.unsent"]
+
+
 def test_what_a_peer_asks_for_and_never_reads_is_bounded(tmp_path: Path, sockets: Sockets) -> None:
     """R: a peer that leaves answers unread is told BUSY; it is served again once it has read them."""
     space = KeySpace("m", chunk_size=4, kv_dtype="bfloat16")
