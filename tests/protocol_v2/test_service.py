@@ -121,8 +121,8 @@ def test_another_space_never_hits() -> None:
     assert 3 == client.lookup(keys(), session="own").hit_chunks
 
 
-def test_a_pinned_server_refuses_another_space_and_names_the_field() -> None:
-    """A space mismatch is loud: a refusal with both values, a counter, no session."""
+def test_a_pinned_server_refuses_another_space_and_names_the_field(caplog: pytest.LogCaptureFixture) -> None:
+    """A space mismatch is loud: a refusal with both values, a counter, one line in the server's log, no session."""
     harness = Harness(expected=(SPACE,))
     harness.client()
     client = Client(harness, b"wrong", KeySpace("org/m", chunk_size=8, kv_dtype="bfloat16"), b"d" * 16)
@@ -130,6 +130,8 @@ def test_a_pinned_server_refuses_another_space_and_names_the_field() -> None:
     assert isinstance(refused, Refused)
     assert (RefusalCode.SPACE_MISMATCH, "space.chunk_size") == (refused.refusal.code, refused.refusal.field)
     assert (1, 1) == (harness.fact("service.space_mismatches"), harness.fact("server.peers"))
+    [line] = [one for one in caplog.messages if one.startswith("refused ")]
+    assert "space.chunk_size: asked '8', accepted '4'" in line
 
 
 def test_a_session_carries_one_identity() -> None:
