@@ -160,6 +160,17 @@ def test_uses_order_objects_across_restarts(tmp_path: Path) -> None:
     assert [3, 2, 0, 1] == [one.envelope.start // 16 for one in open_disk(tmp_path).scan().found]
 
 
+def test_of_equal_times_the_later_chunk_was_used_earlier(tmp_path: Path) -> None:
+    """Where a file system keeps coarse times, or a copy lost them, a suffix still goes before its prefix."""
+    tier = open_disk(tmp_path)
+    for index in range(8):
+        tier.put(make_object(KEYS, index))
+        os.utime(tmp_path / str(make_object(KEYS, index).id.name), ns=(10**18, 10**18))
+    found = [one.envelope.id.key for one in tier.scan().found]
+    assert list(reversed(KEYS)) == found
+    assert found != sorted(KEYS)  # which is how the folder lists them
+
+
 def test_uses_stay_in_order_where_the_clock_goes_back(tmp_path: Path) -> None:
     """A wall clock that is set back does not make later uses look earlier."""
     times = iter([10**18] * 3 + [10**15] * 20)
