@@ -902,6 +902,10 @@ def test_damage_is_a_typed_miss_and_is_mended_by_a_store(tmp_path: Path) -> None
     assert StoreOutcome.STORED is run(cache.store(make_object(KEYS, 1), now=0.0))
     assert (expected(KEYS, 0, 1, 2), None) == delivered(cache, lease, 0, 3)
     assert lookup(cache, KEYS[:3]).miss is None
+    cache.drop_owner("reader", 0.0)
+    run(cache.clear(now=0.0))
+    hit = lookup(cache, KEYS[1:3])  # what it was set aside for is over, now that it is gone for another reason
+    assert (0, MissReason.ABSENT) == (hit.chunks, hit.miss)
 
 
 def test_memory_serves_on_where_the_file_is_damaged(tmp_path: Path) -> None:
