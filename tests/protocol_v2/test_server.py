@@ -191,7 +191,9 @@ def test_what_a_peer_asks_for_and_never_reads_is_bounded(tmp_path: Path, sockets
         assert 0 < len(busy) <= asked - 3
         assert {ErrorCode.BUSY} == {error.error_code for error in busy if isinstance(error, ServerError)}
         assert 1 == deaf.ask(retrieve).count
-        assert 0 == good.ask(StatusRequest()).status["server.unread_bytes"]
+        ends = time.monotonic() + DEADLINE / 1000
+        while good.ask(StatusRequest()).status["server.unread_bytes"]:  # libzmq lets go a moment after it was read
+            assert time.monotonic() < ends
 
 
 def test_an_address_belongs_to_one_live_server(tmp_path: Path, sockets: Sockets) -> None:
