@@ -53,10 +53,15 @@ class Stack:
         number = {"a": 1, "b": 2}[letter]
         return {"name": letter, "number": number, "path": str(self.folder / f"llama-{letter}")}
 
-    def open(self, model: str, connector: str, server: str, **options: Any) -> None:
+    def open(self, model: str, connector: str, server: str, *, load: str = "auto", **options: Any) -> None:
         """An engine with a connector on a server, or without one."""
         address = self.addresses[server]
-        settings: dict[str, Any] | None = {"address": address, "chunk_size": CHUNK, "wait_for_store": True}
+        settings: dict[str, Any] | None = {
+            "address": address,
+            "chunk_size": CHUNK,
+            "wait_for_store": True,
+            "load": load,
+        }
         module = {"ExtraKeysConnector": "protocol_v2.connectors.vllm", "TunnellingConnector": "compat.connectors.vllm"}
         if connector == "LMCacheMPConnector":
             host, _, port = address.rpartition(":")
@@ -160,7 +165,10 @@ def image_requests(stack: Stack) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("connector", "server"), [("ExtraKeysConnector", "ours"), ("TunnellingConnector", "lmcache")])
 def test_our_connector_is_right_on_everything(stack: Stack, connector: str, server: str) -> None:
-    """The same requests, natively on our server and through the tunnel on LMCache's: each misses, then hits its own."""
+    """The same requests, natively on our server and through the tunnel on LMCache's: each misses, then hits its own.
+
+    Text is loaded in the step, pictures between steps.
+    """
     requests = text_requests(stack, "tenant/with@characters")
     expected = stack.expected("llama", *text_requests(stack), **LORA)
     stack.open("llama", connector, server, **LORA)
@@ -170,7 +178,7 @@ def test_our_connector_is_right_on_everything(stack: Stack, connector: str, serv
     stack.open("llava", connector, server)
     x, y = image_requests(stack)
     pictures = stack.expected("llava", x, y)
-    stack.open("llava", connector, server)
+    stack.open("llava", connector, server, load="async")
     answers = stack.run(x, y, x, y)
     assert pictures * 2 == [one["tokens"] for one in answers]
     cached = [one["cached"] for one in answers]
