@@ -1,9 +1,13 @@
 """Where things are when nobody says otherwise: a cache folder of the user's, made when it is first needed."""
 
+import contextlib
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from extra_keys_cli.failures import CommandError
 
 MAX_SOCKET_PATH = 107
 """Bytes of a path that a Unix socket can have on Linux (``sun_path`` without its NUL)."""
@@ -21,12 +25,30 @@ def default_store() -> Path:
 
 
 def socket_address(folder: Path) -> str:
-    """An ``ipc://`` address in a folder; a short one in the temporary folder where the folder's path is too long."""
+    """An ``ipc://`` address in a folder; where the folder's path is too long, a short one that only this user can take.
+
+    Raises:
+        CommandError: there is something else where such short ones are.
+    """
     path = folder / "server.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        path = Path(tempfile.gettempdir()) / f"extra-keys-{os.getuid()}-{name}.sock"
+        path = _own_folder() / f"{name}.sock"
     return f"ipc://{path}"
+
+
+def _own_folder() -> Path:
+    """A folder of the user's in the temporary one, where anybody can take a name first and would be sent the KV."""
+    folder = Path(tempfile.gettempdir()) / f"extra-keys-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CommandError(
+            f"{folder}: got something else than a folder of yours that nobody else can write to; remove it, or let "
+            "XDG_CACHE_HOME name a shorter path"
+        )
+    return folder
 
 
 def default_address() -> str:

@@ -70,14 +70,16 @@ def serving(
                 stream.close()
 
 
-def run(*arguments: str, cache_home: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """One command to its end."""
-    environment = os.environ | {"COLUMNS": "200"} | ({"XDG_CACHE_HOME": str(cache_home)} if cache_home else {})
+def run(
+    *arguments: str, cache_home: Path | None = None, environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """One command to its end, with what is different in its environment."""
+    home = {"XDG_CACHE_HOME": str(cache_home)} if cache_home else {}
     return subprocess.run(
         [sys.executable, "-m", "extra_keys_cli", *arguments],
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        env=environment,
+        env=os.environ | {"COLUMNS": "200"} | home | dict(environment or {}),
         check=False,
     )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -242,9 +243,32 @@ def test_a_long_cache_folder_gets_a_short_socket(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     with serving(cache_home=deep, environment={"TMPDIR": str(tmp_path)}) as server:
         assert len(os.fsencode(server.address.removeprefix("ipc://"))) <= 107
-        assert server.address.startswith(f"ipc://{tmp_path}/extra-keys-")
+        assert server.address.startswith(f"ipc://{tmp_path}/extra-keys-{os.getuid()}/")
+        assert 0o700 == stat.S_IMODE((tmp_path / f"extra-keys-{os.getuid()}").stat().st_mode)
         store(server.address)
+        assert 0 == run("status", cache_home=deep, environment={"TMPDIR": str(tmp_path)}).returncode
         assert 0 == server.stop()[0]
+
+
+@pytest.mark.parametrize("kind", ["others may write", "a link", "a file"])
+@pytest.mark.parametrize("command", ["serve", "status"])
+def test_a_short_socket_is_never_where_somebody_else_can_listen(tmp_path: Path, kind: str, command: str) -> None:
+    """Names in the temporary folder are anybody's to take first: neither a server nor a client uses one that was."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    taken = tmp_path / f"extra-keys-{os.getuid()}"
+    if kind == "others may write":
+        taken.mkdir()
+        taken.chmod(0o777)
+    elif kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        taken.symlink_to(tmp_path / "elsewhere")
+    else:
+        taken.touch()
+    done = run(command, cache_home=deep, environment={"TMPDIR": str(tmp_path)})
+    assert 1 == done.returncode
+    assert "nobody else can write to" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_pinned_server_refuses_other_spaces_by_name_of_the_field(tmp_path: Path) -> None:
