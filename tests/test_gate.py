@@ -1,5 +1,6 @@
 """The gate (`.ci/run`) itself, beside a Makefile that only says what was asked of it."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ SKIPPED = "###  SKIPPED: "
 MAKEFILE = """
 .PHONY: setup check test e2e
 setup:
-	@touch set-up
+	@touch set-up && {setup}
 check: set-up
 	@echo checked
 test: set-up
@@ -29,6 +30,7 @@ def gate(
     folder: Path,
     *,
     build: str,
+    setup: str = "true",
     more: str = BUILDS,
     test: str = "true",
     e2e: str = "true",
@@ -39,7 +41,7 @@ def gate(
     text = GATE.read_text()
     assert replaced[0] in text
     (folder / ".ci" / "run").write_text(text.replace(*replaced) if replaced[0] else text)
-    (folder / "Makefile").write_text(MAKEFILE.format(build=build, more=more, test=test, e2e=e2e))
+    (folder / "Makefile").write_text(MAKEFILE.format(build=build, setup=setup, more=more, test=test, e2e=e2e))
     ran = subprocess.run(
         ["bash", folder / ".ci" / "run"],
         stdout=subprocess.PIPE,
@@ -70,6 +72,25 @@ def test_an_engine_that_can_be_built_is_part_of_the_gate(tmp_path: Path) -> None
         assert 0 != code
         assert "tested\n" in said
         assert "ran the engine\n" in said
+
+
+def test_what_has_to_be_installed_is_installed_side_by_side(tmp_path: Path) -> None:
+    """The engine's environment and the project's own wait for each other here: in turn, neither would ever be there."""
+    os.mkfifo(tmp_path / "meet")
+    code, said = gate(tmp_path, build=f"echo met >meet && {BUILDS}", setup="cat meet")
+    assert 0 == code
+    assert "met\n" in said
+    assert "ran the engine\n" in said
+
+
+def test_without_the_project_itself_nothing_is_tested(tmp_path: Path) -> None:
+    """A setup that fails fails the gate, with the environment of the engine or without it."""
+    for build in (BUILDS, "false"):
+        code, said = gate(tmp_path, build=build, setup="echo no compiler; false")
+        assert 0 != code
+        assert "no compiler\n" in said
+        assert "tested\n" not in said.replace("nothing was tested\n", "")
+        assert "ran the engine" not in said
 
 
 @pytest.mark.parametrize(
