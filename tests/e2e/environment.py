@@ -29,15 +29,31 @@ WITHOUT_SGLANG = (
     "`make e2e` (1.3 GB, most of it Triton) and takes about two minutes"
 )
 
+ALONE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Variables of an engine that is offline, on loopback, in one thread, with nothing compiled."""
+
 needs_engine = pytest.mark.skipif(os.environ.get(ASKED) != "1" or not STAMP.exists(), reason=WHY_NOT)
 
 
 def engine_environment(*more: Path) -> dict[str, str]:
-    """Variables for a process of the engine: it can import this tree and the modules that tests hand to it.
+    """Variables for a process of the engine: alone, and able to import this tree and the modules that tests hand to it.
 
     Args:
         more: folders with further modules.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     paths = (str(ROOT), str(Path(__file__).parent / "engine"), *map(str, more))
-    return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**inherited, **ALONE, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,39 +1,19 @@
 """A process with a real vLLM engine in it, told what to do by lines of JSON. Runs in the engine's own environment.
 
 One engine at a time, in this process (scheduler and worker too, unless the engine has several workers), so that a test
-can look at the connector. Each line on stdin is ``{"call": name, ...}``, each answer a line on stdout.
+can look at the connector.
 """
-
-import os
-
-# before vLLM is imported: offline, on loopback, one thread, nothing compiled
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 
 import copy
 import faulthandler
 import gc
-import json
 import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from answering import answer_calls
 from PIL import Image
 
 BLOCK_SIZE = 32
@@ -256,21 +236,8 @@ def film(seed: int) -> Any:
 
 def main() -> None:
     """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever the engine prints goes to the log
     faulthandler.register(signal.SIGUSR1)  # where does it hang? says it to the log
-    host = EngineHost()
-    answers.write(json.dumps({"result": "ready"}) + "\n")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            result = getattr(host, asked.pop("call"))(**asked)
-        except Exception as error:  # goes to the test, which says what it wanted
-            traceback.print_exc()
-            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
-        else:
-            answers.write(json.dumps({"result": result}) + "\n")
-    host.close()
+    answer_calls(EngineHost).close()
 
 
 if __name__ == "__main__":

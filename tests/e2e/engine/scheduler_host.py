@@ -7,30 +7,16 @@ layers of sums over what is in the KV cache: whatever is read from a wrong slot,
 
 import os
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCHDYNAMO_DISABLE": "1",
-}
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
-import json
 import random
-import sys
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from answering import answer_calls
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -485,23 +471,5 @@ class SchedulerHost:
         }
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    host = SchedulerHost()
-    answers.write(json.dumps({"result": "ready"}) + "\n")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            result = getattr(host, asked.pop("call"))(**asked)
-        except Exception as error:
-            traceback.print_exc()
-            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
-        else:
-            answers.write(json.dumps({"result": result}) + "\n")
-    host.close()
-
-
 if __name__ == "__main__":
-    main()
+    answer_calls(SchedulerHost)

@@ -6,18 +6,12 @@ the order of its scheduler; the tree asks our store. KV is not computed by a mod
 all tokens before it and the request's identity, so a wrong hit shows in the values.
 """
 
-import os
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-
-import json
-import sys
-import traceback
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from answering import answer_calls
 from sglang.srt.managers.mm_utils import pad_mm_tokens
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs, Req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -216,22 +210,5 @@ class SglangHost:
         return {**self.store.side.counters.facts(), "standing": len(self.store.side)}
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    host = SglangHost()
-    answers.write(json.dumps({"result": "ready"}) + "\n")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            result = getattr(host, asked.pop("call"))(**asked)
-        except Exception as error:
-            traceback.print_exc()
-            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
-        else:
-            answers.write(json.dumps({"result": result}) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    answer_calls(SglangHost)

@@ -24,11 +24,11 @@ class OperatorsBeforeTorchvision:
         del path, target
         if name == "torchvision":
             sys.meta_path.remove(cls)
-            import torch
+            from torch import library, version
 
-            if torch.version.cuda is None:
+            if version.cuda is None:
                 for operator in ("nms", "qnms"):
-                    torch.library.define(f"torchvision::{operator}", SIGNATURE)
+                    library.define(f"torchvision::{operator}", SIGNATURE)
         return None
 
 
