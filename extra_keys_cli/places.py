@@ -9,9 +9,6 @@ from pathlib import Path
 
 from extra_keys_cli.failures import CommandError
 
-MAX_SOCKET_PATH = 107
-"""Bytes of a path that a Unix socket can have on Linux (``sun_path`` without its NUL)."""
-
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/extra-keys``, or ``~/.cache/extra-keys``."""
@@ -30,6 +27,8 @@ def socket_address(folder: Path) -> str:
     Raises:
         CommandError: there is something else where such short ones are.
     """
+    from protocol_v2.addresses import MAX_SOCKET_PATH
+
     path = folder / "server.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]

@@ -12,8 +12,8 @@ WANTED: Final = "ipc://PATH or tcp://HOST:PORT"
 _TCP: Final = re.compile(r"tcp://.+:(?:([0-9]{1,5})|\*)", re.ASCII)
 _MAX_PORT: Final = 65_535
 _IPC: Final = "ipc://"
-_MAX_IPC_PATH: Final = 107
-"""Bytes of the path of a Unix socket; the operating system's bound."""
+MAX_SOCKET_PATH: Final = 107
+"""Bytes of a path that a Unix socket can have on Linux (``sun_path`` without its NUL)."""
 
 
 def is_address(text: str) -> bool:
@@ -41,9 +41,9 @@ def checked_address(address: object, what: str) -> str:
     if not is_address(address):
         raise LocalProtocolError(f"{what}: got {address[:256]!r}, wanted {WANTED}")
     nbytes = len(address.removeprefix(_IPC).encode(errors="surrogatepass"))
-    if address.startswith(_IPC) and nbytes > _MAX_IPC_PATH:
+    if address.startswith(_IPC) and nbytes > MAX_SOCKET_PATH:
         raise LocalProtocolError(
-            f"{what}: got a path of {nbytes} bytes for a socket, wanted at most {_MAX_IPC_PATH}, which is all that "
+            f"{what}: got a path of {nbytes} bytes for a socket, wanted at most {MAX_SOCKET_PATH}, which is all that "
             "the operating system takes; choose a shorter one"
         )
     return address
